@@ -1,6 +1,6 @@
-//! The room in a ring. A sender that finds none asks for a wake-up, and gets a larger ring: from a reader that stands
-//! still, or, between hosts, from this end of the link. The ring that a direction receives in grows for a sender that
-//! finds it too small, and shrinks when it is idle.
+//! Room in the rings. A sender that finds no room asks for a wake-up, and gets a larger ring if its reader stands
+//! still. Between hosts it gets a send buffer of its own end instead. A receiver offers a larger ring to a sender that
+//! finds the ring too small, and shrinks a ring that is idle.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -19,12 +19,13 @@ use crate::objects::mailbox::Command;
 use crate::objects::socket::{Mode, Socket, Tx};
 use crate::sys::sockopt;
 
-/// The size to which a ring grows for a reader that keeps up, bytes. A larger ring makes such a reader no faster.
+/// The size to which a ring grows for a reader that keeps up with its sender, bytes. A larger ring makes such a reader
+/// no faster.
 const READING: u64 = 1024 * 1024;
 
-/// The room that a send has found when the ring had too little.
+/// The ways in which a send that found too little room can go on.
 pub(super) enum Room {
-    /// There is room.
+    /// There is room by now: try again.
     There,
     /// There is no room now.
     Full,
@@ -33,9 +34,9 @@ pub(super) enum Room {
     Unbacked,
 }
 
-/// Handles a send that has found too little room. A call that may not wait (`waits` is false) first makes room by
-/// [`take_reserve`]. If there is still none, asks for a wake-up on behalf of the epoll sets, because an edge-triggered
-/// set reports only changes after this moment.
+/// Handles a send that has found too little room. A call that may not wait (`waits` is false) first tries to make room
+/// by [`take_reserve`]. If there is still none, asks the reader to notify the epoll sets when there is room, because an
+/// edge-triggered set reports only changes after this moment.
 #[cold]
 pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room {
     match if waits { Room::Full } else { take_reserve(socket, tx) } {
@@ -55,9 +56,9 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room
     Room::Full
 }
 
-/// Makes room by a closer look at the ring, by the reader's reserve ring, or by a send buffer of this end. A broken
-/// ring counts as room: the next send finds the fault. A reserve without memory is not taken, because its reader stands
-/// still and TCP has the kernel's memory.
+/// Tries to make room in three ways: by the reader's own count of what it has read, by the reader's reserve ring, or
+/// between hosts by a send buffer of this end. A broken ring counts as room, because the next send finds the fault.
+/// Without memory for the reserve, the result is `Unbacked`: the reader stands still, and only TCP can take the bytes.
 pub(super) fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     let Some(producer) = tx.producer.as_mut() else {
         return Room::Full;
@@ -77,8 +78,9 @@ pub(super) fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     }
 }
 
-/// Returns whether a full ring has room at a closer look, or can be exchanged for one with room. The program's bound on
-/// unread bytes decides. Between hosts this may move the producer to a send buffer of this end.
+/// Returns whether a full ring has room by the reader's own count, or can be exchanged for one with room. The program's
+/// bound on unread bytes decides how much may be used. Between hosts this call itself may move the producer to a send
+/// buffer of this end.
 pub(crate) fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
     if !producer.has_bound() {
         producer.set_bound(bound(socket));
@@ -87,7 +89,7 @@ pub(crate) fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool 
 }
 
 /// Moves the producer to a send buffer of this end, between hosts. The buffer keeps the bytes that the peer's ring has
-/// no room for. Returns false if there is no buffer or no memory, or if the producer is there already.
+/// no room for. Returns false if there is no buffer or no memory, or if the producer writes into a send buffer already.
 fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
     let bytes = config().ring_max.bytes();
     if producer.is_aside() || !cgroup::has(bytes) {
@@ -103,7 +105,8 @@ fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
     has_borrowed
 }
 
-/// Gives the send buffer back if the peer has read all of it. Returns false if the buffer is still in use.
+/// Gives the send buffer back if the peer has read all of it. Returns false if the buffer is still in use; true also if
+/// there is none.
 pub(crate) fn give_back(socket: &Socket) -> bool {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return true;
@@ -118,8 +121,9 @@ pub(crate) fn give_back(socket: &Socket) -> bool {
     socket.link().is_none_or(|link| link.take_back(theirs, producer))
 }
 
-/// Returns how many unread bytes kernel TCP would allow in this direction. The program may have [set](set_size) that.
-/// If not, it is what the kernel's own buffer would grow to, 4 MiB by default.
+/// Returns how many bytes kernel TCP would let be unread in this direction. If the program has [set](set_size) the size
+/// of its send buffer, that size decides, up to `RDMASOCK_RING_MAX`. If not, the result is `RDMASOCK_RING_MAX`: 4 MiB
+/// by default, to which the kernel's own buffer would grow.
 fn bound(socket: &Socket) -> u64 {
     let most = config().ring_max.bytes();
     set_size(socket).map_or(most, |size| size.min(most))
@@ -128,7 +132,7 @@ fn bound(socket: &Socket) -> u64 {
 /// Returns the size of the send buffer, if the program has set one, plus the window that the peer's receive buffer
 /// grants, bytes. `None` if the program has set no size.
 pub(super) fn set_size(socket: &Socket) -> Option<u64> {
-    // Which sizes the program has set (Linux 5.14). The constant is not among libc's.
+    // The option that says which buffer sizes the program has set (Linux 5.14). The constant is not among libc's.
     const SO_BUF_LOCK: c_int = 72;
     const SNDBUF: c_int = 1;
     let fd = socket.numbers.anchor_fd()?;
@@ -138,7 +142,7 @@ pub(super) fn set_size(socket: &Socket) -> Option<u64> {
     Some(own + sockopt::peers_window(fd))
 }
 
-/// Applies a new size of the send buffer, which the program has set.
+/// Applies the size that the program has just set for its send buffer.
 #[cold]
 pub(crate) fn on_buffer_size(socket: &'static Socket) {
     if let Some(mut tx) = socket.tx.lock()
@@ -151,13 +155,14 @@ pub(crate) fn on_buffer_size(socket: &'static Socket) {
     }
 }
 
-/// Has the service thread ask for a larger ring if the reader stands still, because nothing can be sent now. Kernel TCP
-/// takes megabytes without a reader, and programs count on it (both ends may send before they read). But a ring grows
-/// only as its reader finds it too small. With TCP_USER_TIMEOUT the stream leaves the link if that does not help.
+/// Reports to the service thread that nothing can be sent now. If the reader stands still, the service thread then asks
+/// the peer for a larger ring. Kernel TCP takes megabytes without a reader, and programs count on that: both ends may
+/// send before they read. But a ring by itself grows only when its reader reads. If a larger ring does not help and the
+/// program has set TCP_USER_TIMEOUT, the stream leaves the link.
 pub(crate) fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
     let max = config().ring_max.bytes();
-    // Until the other end's answer to a promotion has been read, the sender may be waiting for that answer (P73). The
-    // service thread then looks for it in TCP.
+    // In mode Marked this end has not read the peer's answer to a promotion, which the sender may be waiting for (P73).
+    // The service thread then looks for the answer in TCP.
     let is_answered = socket.rx_mode.load(Acquire) != Mode::Marked;
     let may_grow = |p: &Producer| {
         let grows = p.ring_size() < max && p.may_grow();
@@ -191,8 +196,8 @@ fn is_timed(socket: &Socket) -> bool {
     socket.options.user_timeout.load(Relaxed) != 0
 }
 
-/// Returns the position up to which the reader has made room; with TCP_USER_TIMEOUT, up to which it has read. `None` if
-/// there is no ring.
+/// Returns the position up to which the reader has made room. With TCP_USER_TIMEOUT, returns the position up to which
+/// the reader has read. `None` if there is no ring.
 pub(crate) fn reader_at(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     let producer = tx.producer.as_mut()?;
@@ -202,14 +207,15 @@ pub(crate) fn reader_at(socket: &'static Socket) -> Option<u64> {
     }
 }
 
-/// Asks the peer for the largest ring if the reader has not moved from `then` and only that ring makes room. The
-/// service thread calls this some time after [`report_blocked`].
+/// Asks the peer for the largest ring, if the reader has not moved from position `then` and only that ring makes room.
+/// The service thread calls this some time after [`report_blocked`].
 ///
-/// Returns the reader's position if the socket is to be checked again, else `None`. A send buffer of this end keeps its
-/// bytes until the direction has ended. After that the peer has to keep the rest, because this process may end too.
+/// Returns the reader's position if the socket is to be checked again, else `None`. While the direction goes on, a send
+/// buffer of this end may keep its bytes. After the direction has ended, the peer has to take the rest, because this
+/// process may end too.
 ///
-/// The second value is true if the reader stands still and TCP_USER_TIMEOUT bounds the wait: then too the socket is to
-/// be checked again.
+/// The second value is true if the reader stands still and TCP_USER_TIMEOUT bounds the wait. Then, too, the socket is
+/// to be checked again.
 pub(crate) fn ask_for_room(socket: &'static Socket, then: u64) -> Option<(u64, bool)> {
     let now = reader_at(socket);
     let mut tx = socket.tx.lock()?;
@@ -249,7 +255,7 @@ pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
 }
 
-/// Frees the old ring, and offers a larger one, up to the bound, if the window limits the sender.
+/// Frees the old ring after a switch. If the window limits the sender, offers a larger ring, up to the bound.
 #[cold]
 fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     let Some(link) = socket.link() else { return };
@@ -260,21 +266,22 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
     let now = consumer.ring_size();
     if has_moved && now > 1 << link.first_ring() {
-        // The sender itself may have moved to the reserve.
+        // The sender itself may have moved to the reserve. The service thread is to shrink the ring when it is idle.
         Library::get().service.submit(Command::Grown);
     }
     let max = link.max_ring().min(READING);
-    // The sender's request for a larger ring is kept while a switch is under way. Without a request only the switch is
-    // finished: a ring that grew for the switch alone would exceed what the sender may have unread.
+    // The sender's request for a larger ring stays pending while a switch of rings is under way. Without a request
+    // nothing is offered: a ring that grew after each switch would exceed what the sender may have unread.
     if !consumer.is_switching() && consumer.heed_limit() && now < max {
         let max = if link.is_remote() {
-            // Between hosts the ring only doubles. By W4 the sender uses at least half of a ring, and that must not be
-            // more than it may have unread. A sender that finds no room while the program does not read has a send
-            // buffer (`Link::lend`).
+            // Between hosts the ring only doubles. The sender uses at least half of a ring (W4 in `fabric/ring`), and
+            // half must not be more than the sender may have unread. A sender that finds no room while the program does
+            // not read has a send buffer (`Link::lend`).
             (now * 2).min(max)
         } else {
-            // Within a host the ring grows in one step. No further ring can follow until the reader has come to this
-            // one. A reader that stops in between (both ends may be sending) would leave the sender with a small ring.
+            // Within a host the ring grows in one step. No further ring can be offered before the reader has come to
+            // this one. If the reader stopped before that (both ends may be sending), the sender would be left with a
+            // small ring.
             max
         };
         offer(socket, link, consumer, max);
@@ -307,9 +314,10 @@ fn offer(socket: &'static Socket, link: &Link, consumer: &mut Consumer, bytes: u
     true
 }
 
-/// Offers the largest ring that there is to a sender whose ring is full while the program does not read. The peer has
-/// asked for attention, which may be for this. The ring grows in one step, because a second switch of rings would wait
-/// for the reader.
+/// Offers the largest ring that the link has room for, if the sender's ring is full while this program does not read.
+/// To be called when the peer has notified the service thread of the socket: it may have done so because it wants a
+/// larger ring (`ask_for_room`). The ring grows in one step, because a second switch of rings would wait for the
+/// reader.
 pub(crate) fn relieve(socket: &'static Socket, link: &'static Link) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
@@ -330,7 +338,8 @@ pub(crate) fn relieve(socket: &'static Socket, link: &'static Link) {
         bytes /= 2;
     }
     if bytes <= now && now < link.max_ring() && cgroup::is_short() {
-        // The reader stands still while the sender may be waiting for room. TCP has the kernel's memory for such bytes.
+        // There is no memory for a larger ring, and the sender may be waiting for room. On TCP the kernel has memory
+        // for its bytes.
         drop(rx);
         tx::take_back(socket, Reason::Resources);
     }
@@ -371,7 +380,7 @@ pub(crate) fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     let Some(wake) = offer_ring(link, consumer, log2) else {
         return Shrunk::Busy;
     };
-    // The sender may fill the small ring again at any time.
+    // A new reserve is offered, because the sender may fill the small ring at any time.
     link.reserve(consumer);
     drop(rx);
     ready::notify_peer(socket, wake);

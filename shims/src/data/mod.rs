@@ -1,4 +1,4 @@
-//! Moving bytes: sending, receiving, and the services that a connection needs from its socket.
+//! Moves the bytes of a connection: sending, receiving, and what core's connection needs of its socket (`socket_io`).
 
 pub(crate) mod backpressure;
 pub(crate) mod rx;

@@ -40,24 +40,25 @@ const SERVED: c_int = libc::MSG_DONTWAIT
     | libc::MSG_CMSG_CLOEXEC
     | libc::MSG_WAITFORONE;
 
-/// The flags that a receive may have that is no more than a copy ([`quick`]).
+/// The flags with which a receive can go the short way ([`quick`]).
 const QUICK: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_WAITALL | libc::MSG_CMSG_CLOEXEC;
 
-/// The pause of a reader that keeps up with a writer of small messages, before it looks for data again, in
-/// [cycles](rdmasock_core::cycles): 100 to 500 ns. Several cache misses long, and shorter than any wake-up.
+/// How long a reader that keeps up with a writer of small messages pauses before it looks for data again, in
+/// [cycles](rdmasock_core::cycles): 100 to 500 ns. That is longer than several cache misses, and shorter than any
+/// wake-up.
 const REST: u64 = 512;
 
 /// The outcome of one attempt of a receive.
 pub(crate) enum RecvStep {
     /// Try again.
     Again,
-    /// The receive is for the kernel: make its own call.
+    /// Only the kernel can serve the receive: make its call.
     Kernel,
     /// There is nothing to receive now.
     Empty,
-    /// The call waits with a buffer ([`Landing`]), and has to end that wait.
+    /// The call waits with a buffer ([`Landing`]), and has to end that wait before it continues.
     Leave,
-    /// The attempt has received this many bytes. If true, more may be in TCP or on the link.
+    /// The attempt has received this many bytes. If the second value is true, more may be in TCP or on the link.
     Got(usize, bool),
 }
 
@@ -84,9 +85,13 @@ pub(crate) unsafe fn recv(
     unsafe { recv_unless_quick(socket, fd, iov, flags, real) }
 }
 
-/// Receives at most `want` bytes from a link, if that is no more than a copy: no other thread holds the direction's
-/// lock, the fd was checked at this tick of the clock, the bytes lie in one piece, nothing is known to follow them, and
-/// no cancellation is to be heeded. Returns the number of bytes. Otherwise does nothing but [rest], and returns 0.
+/// Receives at most `want` bytes from a link by the short way, which is no more than a copy. Returns the number of
+/// bytes. Does nothing but [rest], and returns 0, unless all of this holds:
+///
+/// - no other thread holds the direction's lock;
+/// - the fd was checked at this tick of the clock;
+/// - the bytes lie in one piece, and nothing is known to follow them;
+/// - the thread was not cancelled, and `flags` allow it.
 ///
 /// # Safety
 /// `to` is writable for `want` bytes.
@@ -114,7 +119,7 @@ unsafe fn quick(socket: &'static Socket, fd: c_int, to: *mut u8, want: usize, fl
         Err(_) => return 0,
     };
     let n = first.min(want);
-    // Checked only after the ring's tail was read, as in `from_link`.
+    // Read only after the ring's tail, for the reason given in `from_link`.
     if n == 0 || rx.own.direct.is_waiting {
         return 0;
     }
@@ -138,7 +143,7 @@ unsafe fn quick(socket: &'static Socket, fd: c_int, to: *mut u8, want: usize, fl
     n
 }
 
-/// Does what [`recv`] does, where that is more than a copy.
+/// Does what [`recv`] does, if the short way is not possible.
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -181,8 +186,8 @@ unsafe fn recv_unless_quick(
 /// call's result.
 ///
 /// Returns `Continue` if the call has to go on, because markers have taken the place of bytes for the program. The
-/// value is how many bytes the program has. The call then is still counted inside the kernel's receive, and has to
-/// leave by [`go_on`].
+/// value is the number of bytes that the program has. The call then still counts as inside the kernel's receive, until
+/// it leaves by [`go_on`].
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -220,13 +225,13 @@ unsafe fn plain(
     Break(n)
 }
 
-/// Returns the result of a receive that got 0 or -1 from the kernel. An error that only the library knows of replaces
-/// the end.
+/// Returns the result of a receive for which the kernel has returned 0 or -1. If the library knows of an error that the
+/// kernel does not report, the receive fails with that error in place of the end.
 #[cold]
 fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
     if n == 0 {
-        // The send of a marker may have taken the error from the socket, and keeps it under this lock. The 0 then
-        // stands for the error, not for the end.
+        // The send of a marker may have taken the error from the socket. It stores the error under this lock, so after
+        // the lock the error can be seen. The 0 then stands for the error, not for the end.
         drop(socket.tx.lock());
         return reset::take_untold(socket).map_or(0, errno::fail);
     }
@@ -244,8 +249,8 @@ pub(crate) fn account(socket: &'static Socket, n: u64) {
     tx::advance(socket, |progress, threshold| progress.on_received(n, threshold));
 }
 
-/// Serves a receive that the direction's mode or a marker takes off the fast path. `taken` is `Some(n)` if the call has
-/// returned from the kernel's receive with `n` bytes and is still counted inside ([`plain`]). `handlers` is the
+/// Serves a receive on a direction that is not on plain TCP, or in which markers have come. `taken` is `Some(n)` if the
+/// call has returned from the kernel's receive with `n` bytes and still counts as inside ([`plain`]). `handlers` is the
 /// thread's count of signal handlers when the call began.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
 #[inline(never)]
@@ -283,7 +288,8 @@ pub(super) unsafe fn recv_slow(
         && got > 0
         && call.hold_now() == Place::Here
     {
-        // Not for a socket that another thread has closed meanwhile: the object may be another connection's by now.
+        // Not for a socket that another thread has closed meanwhile: its object may stand for another connection by
+        // now.
         reset::keep(socket, error);
     }
     let result = Stop::result(went, &call, got);
@@ -297,8 +303,8 @@ pub(super) unsafe fn recv_slow(
                 None => real(fd),
             }
         }),
-        // The call has failed, or returns the bytes from before the wait. The bytes in the buffer come on top, and an
-        // error is kept for the next call.
+        // The call has failed, or returns the bytes from before the wait. The bytes that a device has put into the
+        // buffer are added to the result, and an error is kept for the next call.
         landed => {
             if result == Some(-1) {
                 reset::keep(socket, errno::get());
@@ -341,7 +347,8 @@ unsafe fn recv_loop(
             RecvStep::Again => {}
             RecvStep::Got(0, _) => return Ok(()),
             // An edge-triggered reader takes a short read for the end of the available bytes (epoll(7), question 9). So
-            // the call looks for more, without waiting. A peek has seen all that is available, and would start over.
+            // the call looks for more, without waiting. A peek does not: it has seen all that is available, and would
+            // return the same bytes again.
             RecvStep::Got(n, part) => {
                 *got += n;
                 let more = all || part;
@@ -356,7 +363,7 @@ unsafe fn recv_loop(
                 }
                 let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
                 let (before, errno) = (*got, errno::get());
-                // Receives the rest of a read that began on the link or among markers.
+                // Receives the rest of a read whose first bytes came from the link or from among markers.
                 // SAFETY: the pieces of `iov` are writable by this function's contract.
                 let rest = on_its_file(call, |fd| unsafe { finish_on_tcp(socket, iov, fd, flags) });
                 *got += rest.unwrap_or(0);
@@ -405,7 +412,8 @@ unsafe fn recv_loop(
             RecvStep::Empty if *got > 0 && !all => return Ok(()),
             RecvStep::Empty => {
                 if let Err(error) = wait::may_wait(socket, flags) {
-                    // The program would wait for the TCP socket alone, so nothing would wake it for bytes on the link.
+                    // The program asks for readiness past the hooks, so it would wait for the TCP socket alone. Nothing
+                    // would wake it for bytes on the link.
                     if socket.blocking.is_polled_unseen() && *got == 0 && !std::mem::replace(&mut has_returned, true) {
                         within(|| return_to_tcp(socket, Reason::UnknownEpoll));
                         continue;
@@ -422,7 +430,7 @@ unsafe fn recv_loop(
     }
 }
 
-/// Puts off the check of a receive with these `flags`, if that is due
+/// Pauses a receive with these `flags` before its check for data, if a pause is due
 /// ([`Pace`](crate::objects::socket::Pace)) and the call may wait.
 #[inline]
 fn rest(socket: &Socket, flags: c_int) {
@@ -442,7 +450,7 @@ fn rest_now() {
     }
 }
 
-/// Receives what the ring holds, or what a device has put into the buffer of a waiting call.
+/// Receives bytes from the ring, or bytes that a device has put into the buffer of a waiting call.
 #[inline]
 unsafe fn from_link(
     call: &mut Call,
@@ -484,8 +492,8 @@ unsafe fn from_link(
         if here == 0 {
             break;
         }
-        // Checked only after the ring's tail was read: bytes before the tail may lie in the buffer of a call that waits
-        // for a direct transfer.
+        // Read only after the ring's tail: if a call waits for a direct transfer, bytes before the tail may lie in its
+        // buffer and not in the ring.
         if state.own.direct.is_waiting {
             return Ok(from_buffer(rx, iov, landing));
         }
@@ -500,11 +508,11 @@ unsafe fn from_link(
         });
         got += done;
         if !peek {
-            // At most one of the two wake-ups is set, because taking the wake-up word clears it.
+            // Of all rounds of this loop, at most one gets a wake-up, because taking the wake-up word clears it.
             let w = consumer.consume(done);
             wake = if wake.is_none() { w } else { wake };
-            // The ring is checked once a call. A second check would take the cache lines from a writer that is about to
-            // use them again.
+            // The ring's tail is read once a call. A second read would take the cache lines from a writer that is about
+            // to use them again.
             if consumer.known() == 0 {
                 break;
             }
@@ -537,7 +545,8 @@ pub(super) fn broken(rx: Guard<'_, Rx>, socket: &'static Socket, error: &RingErr
     Stop::Failed(libc::ECONNRESET)
 }
 
-/// Counts `n` bytes that were consumed from the ring, and offers a ring that fits. `stays` is the direction's.
+/// Counts `n` bytes that were consumed from the ring, and offers a larger ring if the sender needs one. `stays`: the
+/// ring is one of a link between hosts (`Rx::stays`).
 #[inline(always)]
 pub(super) fn on_read(socket: &'static Socket, stays: bool, consumer: &mut Consumer, own: &mut RxOwn, n: usize) {
     own.direct.last_read = n;
@@ -566,7 +575,8 @@ pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, e
         Ok(None) if socket.rx_shut.load(Acquire) => Ok(RecvStep::Got(0, false)),
         Ok(end) if !ended && (stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
-                // The peer may be filling the ring just now, so the kernel's check of the fd costs no time.
+                // The ring is empty, so asking the kernel about the fd here costs the program no time: the peer may be
+                // filling the ring meanwhile.
                 call.is_fresh = false;
                 check_place(call.place_by_kernel(&rx.own.seen))?;
                 call.hold(&mut rx.own.waiting);
@@ -584,8 +594,8 @@ pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, e
     }
 }
 
-/// Takes the bytes that a device has put into the buffer of a waiting call, or that have come behind it. `landing` is
-/// this call's own wait; `None` means that another call waits.
+/// Takes the bytes that a device has put into the buffer of a waiting call. `landing` is this call's own wait; `None`
+/// means that another call waits.
 #[cold]
 fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landing>) -> RecvStep {
     let Some(mine) = landing else {
@@ -614,8 +624,8 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
     }
 }
 
-/// Takes the connection back to TCP. Waits until both directions are there, or until there is something to receive
-/// before. A peer that does not answer is waited for as long as `wait_until` allows.
+/// Takes the connection back to TCP. Waits until both directions are on TCP, or until bytes can be received before
+/// that. `wait_until` bounds the wait for a peer that does not answer.
 #[cold]
 pub(crate) fn return_to_tcp(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
@@ -632,7 +642,7 @@ pub(crate) fn return_to_tcp(socket: &'static Socket, reason: Reason) {
     });
 }
 
-/// Returns whether the link has brought bytes that the program has not read. A close then resets the connection.
+/// Returns whether the link has brought bytes that the program has not read. If so, a close resets the connection.
 pub(crate) fn has_unread(socket: &'static Socket) -> bool {
     socket.rx_mode.load(Acquire) == Mode::Link && socket.rx.lock().is_some_and(|mut rx| in_ring(&mut rx) > 0)
 }
@@ -643,7 +653,7 @@ fn in_ring(rx: &mut Rx) -> u64 {
     consumer.map_or(0, |consumer| consumer.available().unwrap_or(0))
 }
 
-/// A wait for bytes to receive.
+/// The condition of a call that waits for bytes to receive.
 pub(super) struct Data;
 
 impl wait::Wanted for Data {
@@ -678,13 +688,14 @@ pub(crate) fn shut(socket: &'static Socket) {
     }
 }
 
-// The count of bytes that can be read (FIONREAD) has all bytes that have come, as the kernel's has. An edge-triggered
-// program may read just as many bytes, take that for the end of the available bytes (nginx does), and wait.
+// The count of readable bytes (FIONREAD) includes all bytes that have come, as the kernel's count does. An
+// edge-triggered program may read exactly that many bytes, take that for the end of the available bytes (nginx does),
+// and wait for the next event.
 
 /// Returns the bytes that can be read now; `None` where the kernel's own count is right.
 pub(crate) fn available(socket: &'static Socket) -> Option<usize> {
     crate::notify::fork::reclaim(socket);
-    // Each pass may move the direction on. It moves at most from TCP to the link and back.
+    // Each pass may move the direction, at most from TCP to the link and back.
     for _ in 0..4 {
         match socket.rx_mode.load(Acquire) {
             Mode::Link => {
@@ -721,8 +732,8 @@ pub(crate) fn may_have_markers(socket: &'static Socket) -> bool {
     socket.rx_mode.load(Acquire) != Mode::Tcp
 }
 
-/// Returns whether the program reads something else before the first byte that TCP has. An urgent mark in TCP is not
-/// next then.
+/// Returns whether the program reads other bytes before the first byte that TCP has. If so, an urgent mark in TCP is
+/// not next.
 pub(crate) fn comes_before_tcp(socket: &'static Socket) -> bool {
     let mode = socket.rx_mode.load(Acquire);
     mode != Mode::Tcp
@@ -732,25 +743,26 @@ pub(crate) fn comes_before_tcp(socket: &'static Socket) -> bool {
             .is_some_and(|mut rx| mode == Mode::Link && in_ring(&mut rx) > 0 || !rx.carry.is_empty())
 }
 
-/// The part of the receiving direction that the kernel does not count, or wrongly counts as the program's.
+/// The bytes of the receiving direction that the kernel does not count, or wrongly counts as the program's.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Uncounted {
     /// Bytes on the link that have not been read.
     pub on_link: u64,
     /// Bytes taken from TCP that have not been read.
     pub carried: u64,
-    /// Bytes of markers that TCP has brought, whether they are still in TCP or in the carry.
+    /// Bytes of markers that TCP has brought, whether they are still in TCP or in the carry (bytes that a scan has
+    /// taken out of TCP).
     pub ours: u64,
     /// When bytes were last taken from the link, by the [tick](crate::sys::time::tick); 0 means never.
     pub last: u64,
 }
 
-/// Returns the [`Uncounted`] of this moment, without moving the direction on. The caller holds the direction's lock.
+/// Returns the [`Uncounted`] bytes of this moment, without moving the direction. The caller holds the direction's lock.
 pub(crate) fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
     let mode = socket.rx_mode.load(Acquire);
     let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
     let ours = match mode {
-        // The bytes that TCP has are, or will be, a RESUME.
+        // All bytes that TCP has belong to a RESUME, which may not be there as a whole.
         Mode::Link if !rx.goes_on_in_tcp() => in_tcp(),
         Mode::Marked => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
         _ => 0,

@@ -21,8 +21,8 @@ use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::real::Cancellable;
 
-/// Scans what a call has received, because the scan began while the call was in the kernel. Returns what `plain`
-/// returns.
+/// Scans the bytes that a call has received, because the scan for markers began while the call was in the kernel.
+/// Returns what `rx::plain` returns.
 #[cold]
 pub(super) unsafe fn scanned(
     socket: &'static Socket,
@@ -68,7 +68,8 @@ pub(super) unsafe fn scanned(
     Break(kept)
 }
 
-/// Counts a call out of the kernel's receive during which a scan has begun.
+/// Uncounts a call that leaves the kernel's receive, if a scan has begun during that receive. Does what other threads
+/// have left to the call (`look_again`), and closes the thread's critical section.
 #[cold]
 pub(super) fn leave_scanned(socket: &'static Socket) {
     socket.leave_rx();
@@ -76,9 +77,9 @@ pub(super) fn leave_scanned(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Counts a call out of the kernel's receive, like [`leave_scanned`], but the call goes on. The call has waited, so it
-/// holds the connection before it leaves. Otherwise a close that found the call in the kernel would end the connection.
-/// The call would then begin anew on what its fd stands for by then.
+/// Does what [`leave_scanned`] does, for a call that continues. The call has waited, so it first holds the connection.
+/// Otherwise a close that found the call in the kernel would end the connection when the call leaves. The call would
+/// then begin anew on the file that its fd stands for by then.
 #[cold]
 pub(super) fn go_on(call: &mut Call) {
     let socket = call.socket;
@@ -88,8 +89,8 @@ pub(super) fn go_on(call: &mut Call) {
     leave_scanned(socket);
 }
 
-/// Counts a call into the kernel's receive, as [`Socket::enter_rx`] does. If the direction is no longer plain, returns
-/// false and scans TCP, because the attempt may have kept another thread from scanning.
+/// Counts a call that enters the kernel's receive, as [`Socket::enter_rx`] does. Returns false if the direction is not
+/// on plain TCP. In that case scans TCP: another thread may have seen this call counted, and left the scan to it.
 #[inline]
 pub(super) fn enter(socket: &'static Socket) -> bool {
     let entered = socket.enter_rx();
@@ -99,8 +100,8 @@ pub(super) fn enter(socket: &'static Socket) -> bool {
     entered
 }
 
-/// Counts a call out of the kernel's receive and closes the thread's critical section. The last call out scans TCP, if
-/// a scan has begun meanwhile, or ends a connection that the program has closed.
+/// Uncounts a call that leaves the kernel's receive, and closes the thread's critical section. If this is the last such
+/// call, scans TCP if a scan has begun meanwhile, and ends the connection if the program has closed it.
 #[inline]
 pub(super) fn leave(socket: &'static Socket) {
     if socket.leave_rx() {
@@ -109,8 +110,9 @@ pub(super) fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Does what no thread could do while a call was inside the kernel's receive. Scans TCP, for which the kernel has
-/// reported its edge already, wakes the waiting threads, and ends a connection that the program has closed.
+/// Does what no thread could do while a call was inside the kernel's receive. Scans TCP, because the kernel does not
+/// report the same bytes to an edge-triggered set again. Wakes the waiting threads. Ends a connection that the program
+/// has closed.
 #[cold]
 fn look_again(socket: &'static Socket) {
     let errno = errno::get();
@@ -122,7 +124,7 @@ fn look_again(socket: &'static Socket) {
         // The bytes that the call has received may have had RESUME among them.
         connection::look_for_resume(socket, &mut control);
     }
-    // Other threads that found the direction occupied meanwhile try again.
+    // Other threads may have found the direction occupied meanwhile, and try again now.
     ready::notify_local(socket);
     if socket.numbers.is_closed() {
         call::on_call_back(socket);
@@ -130,8 +132,8 @@ fn look_again(socket: &'static Socket) {
     errno::set(errno);
 }
 
-/// Receives what TCP has while the direction is scanned. `has_some` says that the call has bytes already and does not
-/// want all (MSG_WAITALL).
+/// Receives the bytes that TCP has while the direction is scanned. `has_some`: the call has bytes already and does not
+/// have to wait for all (MSG_WAITALL).
 pub(super) unsafe fn from_marked(
     call: &mut Call,
     iov: &mut Iov,
@@ -177,8 +179,8 @@ pub(super) unsafe fn from_marked(
         // SAFETY: the pieces of `iov` are writable by this function's contract.
         Ahead::Payload { carry, kernel } => unsafe {
             let step = take_payload(socket, &mut rx, iov, flags, carry, kernel)?;
-            // A marker behind the payload has had its edge at the anchor already, so an edge-triggered program would
-            // not call again for it.
+            // Handles a marker behind the payload now. The anchor's event for it has been reported already, so an
+            // edge-triggered program would not call again for the marker.
             if rx.scanned == 0 {
                 let _ = connection::look_ahead(socket, &mut control, rx, AtMark::Stop);
             }
@@ -207,10 +209,10 @@ unsafe fn take_payload(
         rx.carry.consume(got);
     }
     let anchor = socket.numbers.anchor_fd().ok_or(libc::EBADF)?;
-    // Without memory for a buffer, the receive takes the carry alone.
+    // Without memory for a buffer, the receive takes only the carry: the bytes that a scan has taken out of TCP before.
     let mut buf = scratch::zeroed(kernel.min(iov.len()).min(4096)).unwrap_or_default();
     let mut has_peeked = false;
-    // A receive ends in front of urgent data, which may follow the carry directly.
+    // A receive ends in front of urgent data. Urgent data may follow the carry directly.
     while got < carry + kernel && iov.len() > 0 && !has_peeked && !(got > 0 && is_at_mark(socket)) {
         let want = (carry + kernel - got).min(iov.len()).min(buf.len());
         let Some(piece) = buf.get_mut(..want) else {
@@ -227,7 +229,7 @@ unsafe fn take_payload(
         }
     }
     if got == 0 {
-        // Another reader has taken the bytes that the scan saw.
+        // Another reader has taken the bytes that the scan counted.
         rx.scanned = 0;
         return Ok(RecvStep::Empty);
     }
@@ -244,8 +246,8 @@ pub(super) fn is_at_mark(socket: &Socket) -> bool {
     socket.numbers.anchor_fd().is_some_and(crate::sys::sockopt::is_at_mark)
 }
 
-/// Returns whether TCP has an error and no bytes. A receive that has bytes leaves the error to the next call, and must
-/// not look, because that would take the error from the socket.
+/// Returns whether TCP has an error and no bytes. A receive that has bytes already leaves the error to the next call.
+/// It must not call the kernel's receive, because that would take the error from the socket.
 fn is_error_next(socket: &Socket) -> bool {
     socket.numbers.anchor_fd().is_some_and(|fd| {
         rustix::io::ioctl_fionread(fd) == Ok(0) && ready::has_failed(ready::anchor(fd, PollFlags::IN))

@@ -37,7 +37,7 @@ pub(crate) unsafe fn sendfile(
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
     if socket.tx_mode.load(Acquire) != Mode::Tcp && offset.is_null() && !is_regular(input) {
-        // Only the kernel knows what such a file can give, and reading it might block.
+        // Only the kernel knows how many bytes such a file can give, and reading it might block.
         take_back(socket, Reason::Unsupported);
     }
     let began = Began::now(socket, fd);
@@ -53,7 +53,7 @@ pub(crate) unsafe fn sendfile(
     // SAFETY: `offset` is null or valid by this function's contract.
     let result = unsafe { send_from(began, &mut file, 0, real) };
     result.unwrap_or_else(|| match table::socket(fd) {
-        // SAFETY: likewise.
+        // SAFETY: `offset` is null or valid by this function's contract.
         Some(socket) => unsafe { sendfile(socket, fd, input, offset, count, real) },
         None => real(fd),
     })
@@ -62,10 +62,10 @@ pub(crate) unsafe fn sendfile(
 /// A file that sendfile() reads.
 struct File {
     input: c_int,
-    /// The program's offset, which follows the bytes that were read; null: the file's own position does.
+    /// The program's offset, which advances with the bytes that are read. If null, the file's own position advances.
     offset: *mut libc::off_t,
     left: usize,
-    /// Bytes were read.
+    /// Bytes were read already.
     has_begun: bool,
 }
 
@@ -87,7 +87,8 @@ impl Source for File {
                 iov_len,
             }
         });
-        // Reading a regular file does not block for long; reading any other would block under the lock.
+        // Reading a regular file does not block for long. Reading another file might block, and the direction's lock is
+        // held here.
         // SAFETY: the first `n` bytes of the spans are the caller's by this function's contract. `offset` is null or
         // valid by the contract of `sendfile`.
         let read = unsafe {
@@ -100,7 +101,8 @@ impl Source for File {
         };
         let done = match read {
             Ok(done) => done,
-            // The input is a pipe or the like after all, or the kernel has its own error for it.
+            // The input is a pipe or the like, or the kernel's sendfile() fails with another errno. The kernel's call
+            // decides.
             Err(error) if !self.has_begun && error != rustix::io::Errno::INTR => return Ok(None),
             Err(error) => return Err(Stop::Failed(error.raw_os_error())),
         };
@@ -113,7 +115,8 @@ impl Source for File {
         Ok(Some(done))
     }
 
-    /// `offset`, or the file's own position, is where the call has come to.
+    /// Sends the rest of the file by the kernel's call. `offset`, or the file's own position, is behind the last byte
+    /// sent.
     fn send_rest(&mut self, socket: &'static Socket, fd: c_int, _: c_int) -> ssize_t {
         // SAFETY: the program's own arguments, which it keeps valid during its call.
         let n = unsafe { real::sendfile().cancellable()(fd, self.input, self.offset, self.left) };
@@ -130,8 +133,8 @@ fn is_regular(fd: c_int) -> bool {
         .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
 }
 
-/// Serves splice() from a socket that is on its way back to TCP. Bytes from the link or from among markers are copied
-/// to the pipe `to`, at most `len` bytes. `real` is libc's own call, for bytes that are in TCP.
+/// Serves splice() from a socket that is on its way back to TCP. Bytes that lie on the link or among markers are copied
+/// to the pipe `to`, at most `len` bytes. Bytes in TCP are moved by `real`, libc's own call.
 // Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `hooks`).
 #[inline(never)]
 pub(crate) fn splice(
@@ -146,8 +149,8 @@ pub(crate) fn splice(
     let handlers = thread::current().handlers_at_call();
     loop {
         if socket.rx_mode.load(Acquire) == Mode::Tcp && scanning::enter(socket) {
-            // If a scan began while the call waits, its markers would go into the pipe. So `splice_on` pins the socket
-            // to TCP before.
+            // If a scan began while this call waits, the markers would go into the pipe. So `splice_on` has pinned the
+            // socket to TCP before.
             let n = or_if_cancelled(&real, || scanning::leave(socket));
             if n > 0 {
                 account(socket, n as u64);
@@ -182,8 +185,8 @@ pub(crate) fn splice(
     }
 }
 
-/// Waits until the pipe is writable, unless `nonblocking`, and returns how many bytes it surely takes at once. Another
-/// writer may fill the pipe between the poll and the write; then the write waits. `Err` is the errno.
+/// Waits until the pipe is writable, unless `nonblocking`, and returns how many bytes it surely takes at once. If
+/// another writer fills the pipe between the poll and the write, the write waits. `Err` is the errno.
 fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
     /// Bytes: one page, the unit of a pipe's room.
     const PAGE: usize = 4096;
@@ -202,7 +205,7 @@ fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
     }
 }
 
-/// Writes all `bytes` to the pipe. They were taken from the socket for it, so a full pipe is waited for.
+/// Writes all `bytes` to the pipe. They were taken out of the socket for it, so this waits while the pipe is full.
 fn write_all(pipe: c_int, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         // SAFETY: `bytes` is readable.

@@ -1,5 +1,5 @@
-//! The services that a connection needs, provided by a process: the kernel's socket, the links, the service thread and
-//! the statistics. The connection itself is in core (`stream::connection`).
+//! Implements core's traits for a connection (`stream::connection`). By them the connection reaches the process around
+//! it: the kernel's socket, the links, the service thread and the statistics.
 //!
 //! No file imports this one: core's functions find these implementations by the socket's type.
 
@@ -74,8 +74,9 @@ impl SocketIo for Socket {
         if sockopt::is_beyond_links(fd) {
             return false;
         }
-        // The listener may have set these options, and the accepted socket has inherited them. The stores only switch
-        // them on: a call of the program that switches one off may be under way, and clears it itself.
+        // The program may have set these options on the listener, and the accepted socket has inherited them. These
+        // stores only switch an option on. If a call of the program is switching the option off at this moment, that
+        // call clears the value itself.
         if sockopt::get(fd, sockopt::INQ) == Some(1) {
             self.options.tells_more.store(true, Relaxed);
         }
@@ -118,7 +119,8 @@ impl SocketIo for Socket {
     fn is_link_over(&self) -> bool {
         let mut ends = ready::ENDED;
         if self.rx_shut.load(Acquire) {
-            // After a shutdown by this program the kernel reports RDHUP whether or not the peer has ended.
+            // Once this program has shut its receiving direction, the kernel reports RDHUP whether or not the peer has
+            // ended.
             ends &= !(libc::EPOLLRDHUP as u32);
         }
         self.wakes.anchor.load(Acquire) & ends != 0 || self.link().is_none_or(|l| !l.is_alive())
@@ -135,7 +137,8 @@ impl SocketIo for Socket {
     }
 
     fn on_link(&self, tx: &mut Tx) {
-        // A ring that its reader finds too small grows no further than what the program has set.
+        // A reader may offer larger rings. If the program has set the size of its send buffer, that size bounds the
+        // unread bytes in them.
         if let Some(size) = backpressure::set_size(self)
             && let Some(producer) = tx.producer.as_mut()
         {
@@ -148,7 +151,7 @@ impl SocketIo for Socket {
     }
 
     fn on_marked(&self, tx: &Tx) {
-        // The service thread asks the peer for room, repeatedly, if this end has a send buffer with bytes.
+        // If bytes are in a send buffer of this end, the service thread asks the peer for room until they are gone.
         if tx.producer.as_ref().is_some_and(Producer::is_aside) {
             Library::get().service.submit(Command::Blocked(self.into()));
         }
@@ -156,8 +159,8 @@ impl SocketIo for Socket {
 
     fn fill_ring(&self, _: &Tx) {
         if let Some(remote) = self.link().and_then(Link::remote) {
-            // SAFETY: lent memory is readable: the call that has lent it has not returned, and takes it back before it
-            // does (`Lent`).
+            // SAFETY: lent memory is readable. The call that has lent it has not returned, and takes it back before it
+            // returns (`Lent`).
             unsafe { remote.end().take_source(Vqpn(self.peer_vqpn.load(Relaxed))) };
         }
     }
@@ -220,7 +223,7 @@ impl SocketIo for Socket {
     }
 }
 
-/// The anchor. Its fd stays the connection's as long as one of the connection's locks is held.
+/// The kernel's TCP socket. Its fd stands for the connection as long as one of the connection's locks is held.
 #[derive(Clone, Copy)]
 pub struct Anchor(BorrowedFd<'static>);
 
@@ -242,8 +245,9 @@ impl Tcp for Anchor {
         Positions::of(self.0, Role::Connector).map(|p| p.written)
     }
 
-    /// Has the kernel send a marker at once. Nagle's algorithm would otherwise hold it until the other end's delayed
-    /// acknowledgement, which stops the direction for 40 ms. Setting TCP_NODELAY flushes, corked or not (tcp(7)).
+    /// Makes the kernel send a marker at once. Nagle's algorithm would otherwise hold the marker until the other end's
+    /// delayed acknowledgement, and stop the direction for 40 ms. Setting TCP_NODELAY sends it even if the socket is
+    /// corked (tcp(7)).
     fn push(&self) {
         use rustix::net::sockopt::{set_tcp_nodelay, tcp_nodelay};
         if tcp_nodelay(self.0) == Ok(false) {
@@ -253,8 +257,8 @@ impl Tcp for Anchor {
         }
     }
 
-    /// Never receives when there is nothing: the receive would take an error from the socket (`sk_err`). SO_ERROR, poll
-    /// and send have to report that error as well.
+    /// Makes no receive while TCP has no bytes. Such a receive would take a pending error from the socket (`sk_err`),
+    /// which SO_ERROR, poll and send have to report as well.
     fn peek(&self, buf: &mut [u8]) -> Peeked {
         let fd = self.0;
         let mut is_over = false;
@@ -265,7 +269,7 @@ impl Tcp for Anchor {
             }
             if is_empty {
                 let events = ready::anchor(fd, PollFlags::IN | PollFlags::RDHUP);
-                // When the end has come, all bytes that precede it have come: count once more.
+                // Once the end has come, all bytes that precede it have come too, so they are counted once more.
                 is_over = ready::is_peers_end(fd, events);
                 if is_over {
                     continue;
@@ -292,7 +296,8 @@ impl Tcp for Anchor {
     fn peek_all(&self, buf: &mut [u8]) -> usize {
         let room = buf.len().min(self.unread());
         if room == 0 {
-            // As in `peek`, a receive without bytes would take an error; so would one without room.
+            // As in `peek`, a receive while TCP has no bytes would take an error from the socket. So would a receive
+            // into no room.
             return 0;
         }
         match rustix::net::recv(self.0, buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
@@ -319,7 +324,7 @@ impl Tcp for Anchor {
     fn receive(&self, buf: &mut [u8]) -> Peeked {
         let fd = self.0;
         let is_empty = || rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
-        // A receive without bytes would take an error from the socket, which other calls have to report.
+        // A receive while TCP has no bytes would take an error from the socket, which other calls have to report.
         if is_empty() {
             let has_ended = ready::has_peer_ended(fd) && is_empty();
             return if has_ended { Peeked::Ended } else { Peeked::Nothing };

@@ -1,4 +1,4 @@
-//! Functions for the loops of sends and receives: they wait, call the kernel, and end a call.
+//! How the loops of sends and receives wait, call the kernel, and end a call.
 
 use std::ffi::c_int;
 
@@ -8,14 +8,14 @@ use crate::notify::call::{self, Call, Place};
 use crate::notify::wait::{self, Patience, Wanted};
 use crate::sys::errno;
 
-/// In place of the kernel's result: a signal handler has run, and the kernel was not called.
+/// A result in place of the kernel's: a signal handler has run, and the kernel was not called.
 const INTERRUPTED: ssize_t = -3;
 
 /// Why a call ends before it has moved all bytes.
 pub(super) enum Stop {
-    /// The call has not begun yet, and its fd stands for something else by now: it begins anew, from the fd table.
+    /// The call has not begun yet, and its fd stands for another file by now: the call begins anew, from the fd table.
     Anew,
-    /// The connection is no longer the one of the call.
+    /// The connection is no longer the call's own, for the reason that the `Place` gives.
     Elsewhere(Place),
     /// The call fails with this errno, if it has moved no bytes.
     Failed(c_int),
@@ -69,8 +69,8 @@ pub(super) fn hold(call: &mut Call) -> Result<(), Stop> {
     }
 }
 
-/// Waits until the call, which has moved `moved` bytes, should try again. Returns true if that came while the thread
-/// spun.
+/// Waits until the call, which has moved `moved` bytes, should try again. Returns true if the thread was still spinning
+/// then, and has not slept.
 pub(super) fn wait<A: Wanted>(call: &Call, patience: &mut Patience, moved: usize) -> Result<bool, Stop> {
     patience.is_partial = moved > 0;
     let has_spun = wait::wait_for::<A>(call.socket, patience)?;
@@ -78,7 +78,8 @@ pub(super) fn wait<A: Wanted>(call: &Call, patience: &mut Patience, moved: usize
     Ok(has_spun)
 }
 
-/// Ends a call where the kernel would restart it and look its fd up again, unless the fd is still the same.
+/// After a handler at which the kernel would restart the call, ends the call if it has moved bytes, or if its fd stands
+/// for another file by now. Otherwise the call goes on.
 fn restart(call: &Call, patience: &mut Patience, moved: usize) -> Result<(), Stop> {
     match patience.take_restart() {
         true if moved > 0 => Err(Stop::Failed(libc::EINTR)),
@@ -87,8 +88,9 @@ fn restart(call: &Call, patience: &mut Patience, moved: usize) -> Result<(), Sto
     }
 }
 
-/// Makes the kernel's own call, unless the program's call `has_waited` and a signal handler has run since the call
-/// began. The kernel cannot interrupt its call for that handler. Returns [`INTERRUPTED`] with EINTR then.
+/// Makes the kernel's own call, `real`. Does not make it if the program's call `has_waited` and a signal handler has
+/// run since the call began, because that handler could not end the kernel's wait any more. Returns [`INTERRUPTED`]
+/// with EINTR in that case.
 pub(super) fn unless_interrupted(has_waited: bool, patience: &Patience, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if has_waited && patience.is_interrupted() {
         errno::set(libc::EINTR);
@@ -97,8 +99,8 @@ pub(super) fn unless_interrupted(has_waited: bool, patience: &Patience, real: im
     real()
 }
 
-/// Returns how many bytes [`unless_interrupted`] has moved; `None` if the call is restarted. The call has moved no
-/// bytes before.
+/// Returns how many bytes a call has moved whose [`unless_interrupted`] has returned `n`. `None` if the call is
+/// restarted. The call has moved no bytes before.
 pub(super) fn moved<A: Wanted>(call: &Call, patience: &mut Patience, n: ssize_t) -> Result<Option<usize>, Stop> {
     if n == INTERRUPTED {
         patience.interrupt(call.socket, A::IS_DATA)?;

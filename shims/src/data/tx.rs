@@ -1,5 +1,5 @@
 //! Sending: moves the program's bytes onto what the direction runs on, TCP or a link. This file has the call itself,
-//! what takes the direction back to TCP, and the wake-ups of the peer that MSG_MORE and TCP_CORK delay.
+//! the direction's way back to TCP, and the wake-ups of the peer that MSG_MORE and TCP_CORK delay.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
@@ -35,7 +35,7 @@ const PIECE: usize = 64 * 1024;
 
 /// The flags that a link serves. Any other flag takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
-/// The flags that a send may have that is no more than a copy ([`quick`]).
+/// The flags with which a send can go the short way ([`quick`]).
 const QUICK: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 /// The flags that keep a connection on TCP for good. They take effect before the send reaches the kernel.
 const FOR_GOOD: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
@@ -63,9 +63,13 @@ pub(crate) unsafe fn send(
     unsafe { send_unless_quick(socket, fd, iov, flags, real) }
 }
 
-/// Sends `len` bytes over a link, if that is no more than a copy: no other thread holds the direction's lock, the fd
-/// was checked at this tick of the clock, the ring is known to have room in one piece, and no option, shutdown, error
-/// or cancellation is to be heeded. Otherwise does nothing, and returns false.
+/// Sends `len` bytes over a link by the short way, which is no more than a copy. Does nothing and returns false unless
+/// all of this holds:
+///
+/// - no other thread holds the direction's lock;
+/// - the fd was checked at this tick of the clock;
+/// - the ring is known to have room in one piece;
+/// - no option, shutdown, error or cancellation is pending, and `flags` allow it.
 ///
 /// # Safety
 /// `from` is readable for `len` bytes.
@@ -108,7 +112,7 @@ unsafe fn quick(socket: &'static Socket, fd: c_int, from: *const u8, len: usize,
     true
 }
 
-/// Does what [`send`] does, where that is more than a copy.
+/// Does what [`send`] does, if the short way is not possible.
 ///
 /// # Safety
 /// The pieces of `iov` are readable.
@@ -131,8 +135,8 @@ unsafe fn send_unless_quick(
     unsafe { send_slow(began, fd, iov, flags, real) }
 }
 
-/// Keeps the connection on TCP for good, or takes it back there, before a send with one of [`FOR_GOOD`]. Without this
-/// the send itself might begin a promotion.
+/// Keeps the connection on TCP for good, or takes it back there, before a send with one of the flags [`FOR_GOOD`].
+/// Without this, the send itself might reach the threshold and begin a promotion.
 ///
 /// No marker may follow urgent data in TCP: a read beyond the mark takes the urgent byte from the kernel (tcp(7)). The
 /// kernel numbers and reports sends with MSG_ZEROCOPY, and it sees none of the sends that go over a link.
@@ -144,8 +148,8 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     }
 }
 
-/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `flags` are a
-/// send's flags; `None` if the call may take long on a non-blocking socket too.
+/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `flags` are the
+/// flags of a send. `None` stands for a call that may take long even on a non-blocking socket.
 #[inline]
 pub(super) fn on_tcp(began: &Began, flags: Option<c_int>, real: impl FnOnce() -> ssize_t) -> Option<ssize_t> {
     let socket = began.socket;
@@ -213,8 +217,8 @@ pub(crate) fn is_above_own_send(socket: &'static Socket) -> bool {
     thread::current().is_inside(about(socket))
 }
 
-/// Counts a call out of the kernel's send and closes the thread's critical section. The last call out does what has
-/// waited for it.
+/// Uncounts a call that leaves the kernel's send, and closes the thread's critical section. The last such call does
+/// what has waited for it (`go_on`).
 #[inline]
 fn leave(socket: &'static Socket) {
     if socket.leave_tx() {
@@ -223,8 +227,8 @@ fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Calls `f`, which leaves the direction, as [`on_its_file`] does. The caller has entered the direction (`enter_tx`).
-/// If there is no fd for the call, leaves the direction and returns `None`.
+/// Calls `f` as [`on_its_file`] does; `f` leaves the direction. The caller has entered the direction (`enter_tx`). If
+/// there is no fd for the call, leaves the direction and returns `None`.
 fn on_its_file_or_leave(call: &Call, f: impl FnOnce(c_int) -> ssize_t) -> Option<ssize_t> {
     let went = on_its_file(call, f);
     if went.is_none() {
@@ -254,8 +258,8 @@ pub(crate) fn account(socket: &'static Socket, n: u64) {
     advance(socket, |progress, threshold| progress.on_sent(n, threshold));
 }
 
-/// Counts towards the threshold with `count` and begins a promotion there, if the connection is still below the
-/// threshold.
+/// Does nothing unless the connection is still below the promotion threshold. Then updates its progress by `count`, and
+/// begins a promotion if `count` says that the threshold is reached.
 #[inline]
 pub(crate) fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold) -> bool) {
     if socket.promotion.stage() == Stage::Watching {
@@ -270,7 +274,7 @@ pub(crate) fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Th
     }
 }
 
-/// Has the service thread answer an ASK that has waited for this process to use the connection.
+/// Makes the service thread answer an ASK that has waited for this process to use the connection.
 #[cold]
 pub(crate) fn answer_if_asked(socket: &'static Socket) {
     // The service thread sets `asked`, then checks whether the connection has been used. This thread does both in the
@@ -291,7 +295,7 @@ pub(super) trait Source {
     /// Returns the bytes left.
     fn len(&self) -> usize;
 
-    /// Returns whether no memory can be where the next bytes are.
+    /// Returns whether the next bytes have an address at which no program has memory.
     fn is_implausible(&mut self) -> bool {
         false
     }
@@ -301,14 +305,14 @@ pub(super) trait Source {
         zero_copy::NOTHING
     }
 
-    /// Moves the next `n` bytes into the ring's free part. Returns their number; `None` if only the kernel can read the
-    /// source. With fewer than `n` bytes the source is at its end.
+    /// Moves the next `n` bytes into the ring's free part. Returns how many were moved: fewer than `n` if the source
+    /// has ended. `None` if only the kernel can read the source.
     ///
     /// # Safety
     /// The source's memory is readable, and the first `n` bytes of `spans` are the caller's.
     unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<Option<usize>, Stop>;
 
-    /// Gives the rest to the kernel by `fd`. Returns how many bytes TCP has taken.
+    /// Passes the rest to the kernel by `fd`. Returns how many bytes TCP has taken.
     fn send_rest(&mut self, _: &'static Socket, _fd: c_int, _flags: c_int) -> ssize_t {
         0
     }
@@ -388,9 +392,9 @@ impl Source for ForKernel {
 enum SendStep {
     /// The direction has changed: try again.
     Again,
-    /// The send is for the kernel: make its own call.
+    /// Only the kernel can serve the send: make its call.
     Kernel,
-    /// The send is for the kernel, and its bytes precede a marker ([`is_above_own_send`]).
+    /// Only the kernel can serve the send, and its bytes may precede a marker ([`is_above_own_send`]).
     Ahead,
     /// The ring or TCP has no room.
     Full,
@@ -402,9 +406,9 @@ enum SendStep {
     Leave(Reason),
 }
 
-/// Ends a send that has moved `sent` bytes, and whose direction the program has shut down. Between hosts the direction
-/// stays on the link until the peer has all bytes, and the kernel does not know of the shutdown before. As the kernel
-/// does, raises SIGPIPE before the call fails, unless MSG_NOSIGNAL is set (send(2)).
+/// Ends a send that has moved `sent` bytes in a direction that the program has shut down. Between hosts the direction
+/// stays on the link until the peer has all bytes, and the kernel does not know of the shutdown before that. So this
+/// function raises SIGPIPE as the kernel does, unless bytes were sent or MSG_NOSIGNAL is set (send(2)).
 #[cold]
 fn after_shutdown(sent: usize, flags: c_int) -> Stop {
     if sent == 0 && flags & libc::MSG_NOSIGNAL == 0 {
@@ -429,8 +433,8 @@ unsafe fn send_slow(began: Began, fd: c_int, iov: &mut Iov, flags: c_int, real: 
     })
 }
 
-/// Makes a call that only the kernel can serve, on a socket that is on its way back to TCP. Waits until the direction
-/// is there.
+/// Makes a call that only the kernel can serve, on a socket that is on its way back to TCP. First waits until the
+/// direction is on TCP.
 // Not inlined, for the reason at `send_slow`.
 #[inline(never)]
 pub(crate) fn send_on_tcp(
@@ -444,8 +448,8 @@ pub(crate) fn send_on_tcp(
     result.unwrap_or_else(|| outside(|| real(fd)))
 }
 
-/// Sends the bytes of `source`. Returns the call's result; `None` if the call has to begin anew, from the fd table,
-/// where its fd stands for something else by now.
+/// Sends the bytes of `source`. Returns the call's result. `None` if the fd stands for another file by now, and the
+/// call has to begin anew, from the fd table.
 ///
 /// # Safety
 /// The source's memory is readable.
@@ -485,7 +489,7 @@ unsafe fn send_loop<S: Source>(
     let mut patience = wait::Patience::default();
     loop {
         if is_beyond || S::IS_FOR_TCP {
-            // The direction leaves a link between hosts only after the other end has answered.
+            // The direction leaves a link between hosts only after the peer has answered.
             connection::wait_for_tcp(socket);
         }
         let until = match source.send_directly(call, flags, total) {
@@ -494,7 +498,7 @@ unsafe fn send_loop<S: Source>(
                 if source.len() == 0 {
                     return Ok(());
                 }
-                // The reader may wait for the rest of the bytes.
+                // The reader may wait with a buffer for the rest, so the next bytes are tried directly too.
                 continue;
             }
             Went::Not { first } => first,
@@ -522,7 +526,7 @@ unsafe fn send_loop<S: Source>(
                     let before = errno::get();
                     let rest = |fd| in_kernel(socket, false, || source.send_rest(socket, fd, flags));
                     *sent += on_its_file_or_leave(call, rest).unwrap_or(0).max(0).cast_unsigned();
-                    // The call has not failed.
+                    // The call as a whole has not failed, so errno stays as it was.
                     errno::set(before);
                     return Ok(());
                 }
@@ -550,10 +554,10 @@ unsafe fn send_loop<S: Source>(
     }
 }
 
-/// Returns whether the rest of a call, whose beginning went over the link, continues in TCP. It does if the call may
+/// Returns whether the rest of a call, whose first bytes went over the link, continues in TCP. It does if the call may
 /// wait and the peer can still take the rest. The call then holds the connection, because all its bytes belong to one
-/// connection. A blocking send of kernel TCP does not return short when the peer's program puts its socket to another
-/// use, and few programs check for a short return.
+/// connection. How the peer's program uses its socket never makes a blocking send on kernel TCP return short, and few
+/// programs check for a short return.
 fn goes_on(call: &mut Call, flags: c_int) -> bool {
     let socket = call.socket;
     if wait::may_wait(socket, flags).is_err() || call.hold_now() != Place::Here {
@@ -568,7 +572,8 @@ fn goes_on(call: &mut Call, flags: c_int) -> bool {
     !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
 }
 
-/// Makes one attempt to send the bytes of `source`, except its last `until` bytes. `sent` counts them.
+/// Makes one attempt to send the bytes of `source`, except its last `until` bytes. Adds the bytes that were sent to
+/// `sent`.
 ///
 /// # Safety
 /// The source's memory is readable.
@@ -586,7 +591,8 @@ unsafe fn step<S: Source>(
         if !is_shut && within(|| connection::flush(socket)) {
             return Ok(SendStep::Again);
         }
-        // If the fd stands for another connection by now, it must not get EPIPE, and no wake-up would report room.
+        // If the fd stands for another connection by now, the call must not fail with EPIPE here, nor wait for room: no
+        // wake-up would come.
         check_place(call.place_now())?;
         return Ok(match is_shut {
             true => SendStep::Shut,
@@ -595,7 +601,7 @@ unsafe fn step<S: Source>(
         });
     }
     loop {
-        // There is no lock for a signal handler that has interrupted its own thread's send on this stream.
+        // A signal handler that has interrupted its own thread's send on this stream cannot get the lock.
         let mut tx = socket.tx.lock().ok_or(libc::EINTR)?;
         match socket.tx_mode.load(Acquire) {
             Mode::Link => {}
@@ -683,7 +689,7 @@ pub(crate) fn take_back(socket: &'static Socket, reason: Reason) {
     errno::set(errno);
 }
 
-/// Takes the socket back to TCP for its other holders; see [`connection::return_to_tcp`].
+/// Takes the socket back to TCP so that its other holders can use it; see [`connection::return_to_tcp`].
 pub(crate) fn hand_over(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
         connection::return_to_tcp(socket, &mut control, reason);
@@ -699,7 +705,7 @@ pub(crate) fn violation(socket: &'static Socket, error: &RingError) {
     socket.wakes.set_dead();
 }
 
-/// A wait for room to send.
+/// The condition of a call that waits for room to send.
 pub(super) struct Space;
 
 impl wait::Wanted for Space {
@@ -718,7 +724,7 @@ impl wait::Wanted for Space {
         }
     }
 
-    /// Makes room in the reserve ring or in TCP.
+    /// Makes room by the reserve ring, or without memory for that ring by going back to TCP.
     #[cold]
     fn avoid_sleep(socket: &'static Socket) -> bool {
         if socket.tx_mode.load(Acquire) != Mode::Link {
@@ -750,8 +756,8 @@ pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
     (flags & libc::MSG_MORE != 0 || socket.options.corked.load(Relaxed)) && n < SEGMENT
 }
 
-/// Commits the next `n` bytes of the ring, counts them, and returns the peer's wake-up for them. With `holds` leaves
-/// the wake-up to the next send, or to the service thread ([`send_delayed_wake`]).
+/// Commits the next `n` bytes of the ring, counts them, and returns the peer's wake-up for them. If `holds` is true,
+/// the wake-up is left to the next send or to the service thread ([`send_delayed_wake`]), and none is returned.
 #[inline(always)]
 pub(super) fn commit(socket: &Socket, tx: &mut Tx, n: usize, holds: bool) -> Wake {
     let Some(producer) = tx.producer.as_mut() else {
@@ -793,8 +799,8 @@ pub(crate) fn send_delayed_wake(socket: &'static Socket) {
     ready::notify_peer(socket, wake);
 }
 
-/// Serves setsockopt(TCP_CORK). Returns true if the kernel need not be called: on the link the library itself holds
-/// wake-ups back. The kernel gets the option when the direction is back on TCP ([`pass_cork`]).
+/// Serves setsockopt(TCP_CORK). Returns true if the kernel's call is not to be made: on the link the library itself
+/// holds wake-ups back. The kernel gets the option when the direction is back on TCP ([`pass_cork`]).
 pub(crate) fn cork(socket: &'static Socket, on: bool) -> bool {
     let Some(mut tx) = socket.tx.lock() else {
         return false;

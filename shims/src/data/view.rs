@@ -1,8 +1,8 @@
 //! Receiving without a copy: the program reads the bytes where they lie in the ring, and releases them afterwards.
 //!
-//! A view takes nothing from the ring, so the writer cannot write there. When the direction leaves the link, the bytes
-//! are still unread: they are read where they are, or come again by TCP. In the second case the stream leaves its ring
-//! while the program still reads there. The ring must then stay mapped, and must not go to another stream. So a view
+//! The bytes of a view count as unread, so the writer does not overwrite them. When the direction leaves the link, they
+//! are read where they are, or come again by TCP. In the second case the stream leaves its ring while the program still
+//! reads there. The ring must then stay mapped, and must not go to another stream. So a view
 //! [holds](crate::objects::link::Held) the stream's number.
 
 use std::ffi::c_int;
@@ -34,12 +34,13 @@ pub(crate) type Pieces = [(*mut u8, usize); 2];
 pub(crate) fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
     let mut call = Call::new(Began::now(socket, fd), Direction::Receive);
     reclaim(socket);
-    // A link between hosts brings the bytes that follow only when this end takes them in.
+    // On a link between hosts, further bytes reach the ring only when this end takes them in.
     ready::progress(socket);
     let found = find(&mut call, most, flags);
     found.map_err(|stop| {
         stop.error(&call, 0).unwrap_or_else(|| match table::socket(fd) {
-            // Another socket has no view.
+            // The fd stands for another connection by now. EOPNOTSUPP makes the program call recv(), which serves that
+            // connection.
             Some(now) if !std::ptr::eq(now, socket) => libc::EOPNOTSUPP,
             _ => libc::EBADF,
         })
@@ -73,8 +74,8 @@ fn find(call: &mut Call, most: usize, flags: c_int) -> Result<(Pieces, usize), S
     }
 }
 
-/// Returns whether TCP, which has the next bytes, is at its end. `Err` is an error that TCP has, and this call reports
-/// it.
+/// Returns whether TCP, from which the next bytes have to come, is at its end. `Err` is TCP's pending error, which this
+/// call reports to the program.
 fn tcp(socket: &'static Socket, fd: c_int) -> Result<bool, c_int> {
     let mut byte = 0u8;
     let buf = (&raw mut byte).cast();
@@ -93,7 +94,7 @@ fn tcp(socket: &'static Socket, fd: c_int) -> Result<bool, c_int> {
     }
 }
 
-/// Finds the bytes in the ring, as a receive does.
+/// Looks once for the next bytes in the ring, as a receive does, and stores where they lie in `pieces`.
 fn look(call: &mut Call, most: usize, flags: c_int, pieces: &mut Pieces) -> Result<RecvStep, Stop> {
     let socket = call.socket;
     let mut rx = socket.rx.lock().ok_or(libc::EINTR)?;
@@ -121,7 +122,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, pieces: &mut Pieces) -> Resu
     let [(_, first), (_, second)] = found;
     let n = if most > 1 { first + second } else { first };
     if n > 0 && state.own.direct.is_waiting {
-        // The bytes are in the buffer of another call, which is about to take them.
+        // A device has written the bytes into the buffer of another call, which is about to take them.
         drop(rx);
         std::thread::yield_now();
         return Ok(RecvStep::Empty);
@@ -160,7 +161,7 @@ fn hold(socket: &'static Socket) -> bool {
         end: 0,
     });
     let can_be = rx.own.view.is_some();
-    // The hold on the ring before is released without the locks.
+    // The former hold is dropped after the locks are released.
     drop(rx);
     drop(control);
     drop(before);
@@ -198,7 +199,7 @@ pub(crate) fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
         return Err(libc::EINVAL);
     }
     if n as u64 > consumer.known() {
-        // The direction takes no more bytes from the link.
+        // The consumer is frozen in front of these bytes: they come again by TCP.
         return Err(libc::ECANCELED);
     }
     if n == 0 {
@@ -212,7 +213,7 @@ pub(crate) fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
     Ok(())
 }
 
-/// Ends the hold of a view without unreleased bytes, after the stream has left the link for good.
+/// Drops a view that has no unreleased bytes, if its stream has left the link for good.
 pub(crate) fn settle(socket: &'static Socket) {
     drop(socket.rx.lock().and_then(|mut rx| {
         let is_over = !is_held(&rx) && rx.own.view.as_ref().is_some_and(|view| view.at >= view.end);

@@ -1,14 +1,15 @@
-//! Large transfers between hosts that a device makes between the programs' memory, past the mirror (docs/protocol.md,
-//! P90–P99). `config/ways.rs` says when.
+//! Large transfers between hosts in which a device moves the bytes between the two programs' memory, past the mirror
+//! (docs/protocol.md, P90–P99). `config/ways.rs` decides which transfers are made in this way.
 //!
-//! - Put: this end's device writes a blocking send into the buffer of the peer's blocked receive. The send waits for
-//!   such a reader only for a moment, because kernel TCP would not wait at all.
-//! - Get: the peer's device reads a blocking send from the program's memory into the reader's ring. This is for a peer
-//!   whose program does not wait with a buffer. The send waits a moment for room in the ring and then for the device;
-//!   kernel TCP would wait for neither. Each failure makes later tries rarer.
+//! - Put: this end's device writes the bytes of a blocking send into the buffer of the peer's blocked receive. The send
+//!   waits for such a reader only for a moment, because kernel TCP would not wait at all.
+//! - Get: the peer's device reads the bytes of a blocking send out of this program's memory, into the reader's ring.
+//!   This is for a peer whose program does not wait with a buffer. The send waits a moment for room in the ring and
+//!   then for the device, while kernel TCP would wait for neither. Each failure makes later tries rarer.
 //!
-//! Both lend the program's memory to a device. Lent bytes count as sent. When the call returns, the peer has taken them
-//! or the rest is in the mirror, and no device reaches the program's memory any more.
+//! Both lend the program's memory to a device. Lent bytes count as sent. By the time the call returns, the peer has
+//! taken the lent bytes, or the rest of them was copied into the mirror. No device reaches the program's memory any
+//! more.
 //!
 //! A blocking receive gives its buffer to a device in the same way ([`Landing`]).
 
@@ -39,38 +40,42 @@ use crate::sys::time::{Timeout, now_ns};
 /// The smallest send that may go directly, bytes. A smaller `RDMASOCK_ZCOPY_MIN` does not lower it.
 pub(super) const LEAST: usize = 4096;
 
-/// How long a send waits for a reader with a buffer, ns. The longer time is for a reader that has just read a direct
-/// transfer and may have to be woken.
+/// How long a send waits for a reader with a buffer, ns. `READER_BACK_WITHIN` is for a reader that has just read a
+/// direct transfer and may have to be woken.
 const READER_WITHIN: u64 = 200_000;
 const READER_BACK_WITHIN: u64 = 1_000_000;
-/// How long the reader may stand still while it reads earlier bytes, ns. `ALL_READ_WITHIN` bounds that time in all, ns.
+/// A send that waits for a reader also waits while the reader reads earlier bytes. `READS_WITHIN` bounds the time
+/// without progress, and `ALL_READ_WITHIN` the whole wait, ns.
 const READS_WITHIN: u64 = 500_000;
 const ALL_READ_WITHIN: u64 = 10_000_000;
-/// How long the peer's program may take to take the bytes from its buffer, ns. The rest then goes by the mirror.
+/// How long the peer's program may take until it has taken the written bytes from its buffer, ns. The rest then goes by
+/// the mirror.
 const WRITTEN_WITHIN: u64 = 100_000_000;
-/// How long the reader may stand still before there is room, ns. `ALL_ROOM_WITHIN` bounds that time in all, ns. If the
-/// reader's end has to be asked, `ANSWER_WITHIN` bounds the time of its answer, ns, for which its program does nothing.
+/// A send that wants to lend memory waits for room in the reader's ring. `ROOM_WITHIN` bounds the time without
+/// progress, and `ALL_ROOM_WITHIN` the whole wait, ns. If the library at the reader's end has to be asked,
+/// `ANSWER_WITHIN` bounds the time until its answer, ns: it answers without its program.
 const ROOM_WITHIN: u64 = 500_000;
 const ALL_ROOM_WITHIN: u64 = 5_000_000;
 const ANSWER_WITHIN: u64 = 50_000_000;
-/// How long a send sleeps while the peer's device reads the lent bytes, ns: until it begins, and for each byte. After
-/// that it polls for a while, and then gives the bulk queue pair up (`Remote::await_word`).
+/// How long a send sleeps while the peer's device reads the lent bytes, ns: `READ_WITHIN` until the device begins, and
+/// `READ_BYTE_WITHIN` for each byte. After that the send polls for a while, and then gives up the bulk queue pair,
+/// which carries direct transfers (`Remote::await_word`).
 const READ_WITHIN: u64 = 50_000_000;
 const READ_BYTE_WITHIN: u64 = 50;
 
-/// How a large send went.
+/// The result of an attempt to send directly, past the mirror.
 pub(super) enum Went {
-    /// This many bytes went past the mirror.
+    /// This many bytes went directly.
     Directly(usize),
-    /// No byte went directly. Bytes go by the mirror; the next attempt sends all that precedes the last `first` bytes,
-    /// because a large piece follows small ones. 0 means all.
+    /// No byte went directly. The next bytes go by the mirror: all except the last `first` bytes of the send. These
+    /// begin with a large piece, which the next attempt may send directly. 0: all bytes go by the mirror.
     Not { first: usize },
 }
 
 pub(super) const NOTHING: Went = Went::Not { first: 0 };
 
-/// Sends from the next piece of `iov` directly, if a reader waits with a buffer, or will in a moment. If none does,
-/// offers the piece to the reader's device. The call began with `total` bytes.
+/// Sends from the next piece of `iov` directly, if a reader waits with a buffer or does so within a moment. If none
+/// does, offers the piece to the reader's device. The call began with `total` bytes.
 pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> Went {
     let socket = call.socket;
     let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
@@ -182,12 +187,12 @@ fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8
     sent
 }
 
-/// Waits a moment for room in the peer's ring. Returns false if there is none in time, or if the next bytes have to go
-/// another way. A signal handler ends the wait, also with false.
+/// Waits a moment for room in the peer's ring. Returns false if there is none in time, if the next bytes have to go
+/// another way, or if a signal handler has ended the wait.
 fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
     let begun = now_ns();
     let (mut moved, mut unread) = (begun, u64::MAX);
-    // Until when the send waits for an answer of the reader's end.
+    // Until when the send waits for the answer of the library at the reader's end.
     let mut answer_until = None::<u64>;
     loop {
         let position = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
@@ -208,16 +213,18 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
             return true;
         }
         if remote.end().confirmed(theirs).is_none_or(|until| until >= sent) {
-            // The answer is there. The reader may be about to read.
+            // The answer has come. The reader may be about to read, so the send waits for it a little longer.
             answer_until = answer_until.map(|until| until.min(now + ROOM_WITHIN));
         }
         let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
         let left = until.max(answer_until.unwrap_or(0)).saturating_sub(now);
         if left == 0 && answer_until.is_none() && aside(socket).is_some() {
-            // A reader does not report less than a quarter of its ring unasked (P55). The producer cannot leave the
-            // send buffer before this end knows that all its bytes were read.
+            // Asks the library at the reader's end, whose answer also reports how far the reader has read. Unasked it
+            // does not report less than a quarter of the ring (P55). The producer cannot leave the send buffer before
+            // this end knows that all its bytes were read.
             remote.end().unconfirmed(theirs);
-            // The answer comes after bytes that were not sent, and they wait for the reader.
+            // The answer comes behind bytes that this end has not sent yet, if there are any, and these wait for the
+            // reader.
             let depends_on_reader = remote.end().unsent(theirs) > 0;
             let within = if depends_on_reader { ROOM_WITHIN } else { ANSWER_WITHIN };
             answer_until = Some(now + within);
@@ -226,7 +233,7 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         if left == 0 {
             return false;
         }
-        // An answer wakes this thread only if the reader has read more.
+        // The answer wakes this thread only if the reader has read more, so each sleep is short.
         let mut patience = wait::Patience::at_most(Timeout::Ns(left.min(ROOM_WITHIN)));
         if wait::wait_for::<RoomToLend>(socket, &mut patience) == Err(libc::EINTR) {
             return false;
@@ -234,7 +241,7 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
     }
 }
 
-/// Returns the bytes that the peer's ring has room for; 0 if the next bytes do not go there.
+/// Returns how many bytes the peer's ring has room for; 0 if the next bytes do not go into that ring.
 fn free(socket: &Socket) -> usize {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return 0;
@@ -253,10 +260,10 @@ fn aside(socket: &Socket) -> Option<u64> {
     producer.map(Producer::position)
 }
 
-/// Lends as many of the next `wanted` bytes as possible, from a piece of `len` bytes. Waits for a bounded time until
-/// the peer has them. This end's device writes them ([`Role::Source`]), or the peer's device reads them
-/// ([`Role::Offered`]). Returns how many bytes count as sent, and how many of those a device is known to have moved
-/// past the mirror.
+/// Lends as many as possible of the next `wanted` bytes, which lie at `memory` in a piece of `len` bytes. Then waits
+/// for a bounded time until the peer has them. This end's device writes them ([`Role::Source`]), or the peer's device
+/// reads them ([`Role::Offered`]). Returns how many bytes count as sent, and how many of those a device is known to
+/// have moved past the mirror.
 fn lend(
     call: &mut Call,
     (remote, theirs): (&'static Remote, Vqpn),
@@ -274,17 +281,18 @@ fn lend(
     let lent = socket.tx.lock().and_then(|mut tx| {
         let state = &mut *tx;
         let producer = state.producer.as_mut()?;
-        // Meanwhile the stream may have left the link and come back as another stream.
+        // Since the peer's number was read, the stream may have left the link and come back as another stream.
         let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
         let is_open = is_same && !state.end.is_shut() && !socket.wakes.is_dead();
         if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
             return None;
         }
-        // Half a ring at most, so that the peer's program can read one half while its device fetches the next.
+        // At most half a ring is offered, so that the peer's program can read one half while its device fetches the
+        // next.
         let half = producer.ring_size() as usize / 2;
         let most = if is_written { wanted } else { wanted.min(half) };
-        // Asking for `len` bytes makes a ring grow that is too small for the piece. The ring bounds what is lent,
-        // though nothing is copied into it.
+        // If the ring is too small for the piece, asking it for `len` bytes makes it grow. No more is lent than the
+        // ring has room for, though nothing is copied into it.
         let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
         let (from, bytes) = (producer.position(), pinned.len.min(room));
         let (address, key) = (memory.expose_provenance(), pinned.key);
@@ -335,11 +343,11 @@ fn lend(
     (bytes, taken)
 }
 
-/// A loan: memory that is lent until the call takes it back.
+/// Memory that is lent to a device, until the call takes it back.
 struct Lent {
     remote: &'static Remote,
     theirs: Vqpn,
-    /// The position behind its last byte.
+    /// The stream's position behind the last lent byte.
     until: u64,
     role: Role,
     /// `await_end` was called.
@@ -349,8 +357,8 @@ struct Lent {
 }
 
 impl Lent {
-    /// Waits until the peer's device reads the memory no more. When this returns, the peer's end has said so, or the
-    /// device can no longer reach the memory.
+    /// Waits until the peer's device has stopped reading the memory. When this returns, the peer's end has confirmed
+    /// that, or the device can no longer reach the memory.
     fn await_end(&mut self) {
         let (end, theirs) = (self.remote.end(), self.theirs);
         let was_ended = std::mem::replace(&mut self.is_ended, true);
@@ -368,8 +376,8 @@ impl Drop for Lent {
         }
         let (end, theirs) = (self.remote.end(), self.theirs);
         self.await_end();
-        // SAFETY: the loan is of the program's buffer, which stays readable until the call returns; the call drops this
-        // value first.
+        // SAFETY: what is lent is the program's buffer, which stays readable until the call returns. The call drops
+        // this value first.
         let left = unsafe { end.take_source(theirs) };
         if self.role == Role::Source && left.is_some_and(|left| left > 0) {
             self.remote.await_word(|| end.untaken(theirs, self.until) == 0);
@@ -377,7 +385,7 @@ impl Drop for Lent {
     }
 }
 
-/// Returns whether `is_met` holds for the link and the peer's stream, or never will: the connection or the link is
+/// Returns whether `is_met` holds for the link and the peer's stream, or can never hold: the connection or the link is
 /// down, or the direction has left the link.
 fn is_over_or(socket: &Socket, is_met: impl FnOnce(&Remote, Vqpn) -> bool) -> bool {
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
@@ -387,12 +395,12 @@ fn is_over_or(socket: &Socket, is_met: impl FnOnce(&Remote, Vqpn) -> bool) -> bo
         || remote.is_none_or(|remote| remote.is_down() || is_met(remote, theirs))
 }
 
-/// Returns whether the peer takes no more.
+/// Returns whether the peer can get no more bytes over this link.
 fn is_over(socket: &Socket) -> bool {
     is_over_or(socket, |_, _| false)
 }
 
-/// A wait for a reader with a buffer, which a large send makes first.
+/// The condition of a large send that waits for a reader with a buffer.
 struct Reader;
 
 impl Wanted for Reader {
@@ -403,7 +411,7 @@ impl Wanted for Reader {
     }
 }
 
-/// A wait for room in the peer's ring, for a send that wants to lend memory.
+/// The condition of a send that waits for room in the peer's ring, to lend memory.
 struct RoomToLend;
 
 impl Wanted for RoomToLend {
@@ -414,7 +422,7 @@ impl Wanted for RoomToLend {
     }
 }
 
-/// A wait for the end of a loan.
+/// The condition of a send that waits until its lent memory is no longer needed.
 struct Taken;
 
 impl Wanted for Taken {
@@ -423,13 +431,14 @@ impl Wanted for Taken {
     }
 }
 
-/// The wait of a receive with a buffer that a device may write to, past the ring. The peer's device does so after an
-/// advert (docs/protocol.md, P90–P95). This end's device does so by a READ of what the peer's program lends (P97).
-/// Bytes in the buffer count as the ring's next bytes, though the ring does not have them.
+/// The wait of a receive into whose buffer a device may write, past the ring. The peer's device does so after this end
+/// has sent an advert, a message that names the buffer (docs/protocol.md, P90–P95). This end's device does so by a READ
+/// of memory that the peer's program lends (P97). Bytes in the buffer count as the ring's next bytes, though the ring
+/// does not have them.
 ///
-/// The buffer is registered for one wait. Before the call returns, in any way, the peer has confirmed that it writes no
-/// more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up instead. Then the
-/// registration ends too.
+/// The buffer is registered with the device for one wait. Before the call returns, in any way, the peer has confirmed
+/// that it writes no more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up
+/// instead, and its device can no longer write. Then the registration ends too.
 pub(crate) struct Landing {
     /// The socket whose call waits.
     pub(super) socket: &'static Socket,
@@ -439,7 +448,7 @@ pub(crate) struct Landing {
     memory: *mut u8,
     /// Dropped after `Landing::drop` has run, so that the registration ends last.
     pinned: Pinned,
-    /// Whether the call has taken the bytes from the buffer.
+    /// The call has taken the bytes from the buffer.
     is_taken: bool,
 }
 
@@ -468,7 +477,8 @@ impl Landing {
             return None;
         }
         let is_on_link = || socket.rx_mode.load(Acquire) == Mode::Link;
-        // The advert is for the bytes that follow all that was read, so the peer has to know the head first.
+        // The advert is for the bytes behind all that was read, so the peer has to know first how far this end has
+        // read.
         let (theirs, wake) = {
             let mut rx = socket.rx.lock().filter(|_| is_on_link())?;
             (socket.peer_vqpn.load(Relaxed), rx.consumer.as_mut()?.publish())
@@ -485,7 +495,7 @@ impl Landing {
         let pinned = unsafe { Pinned::new(remote, memory, len, least, Role::Target) }?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
-            // Meanwhile the stream may have left the link and come back as another stream.
+            // Since `mine` was looked up, the stream may have left the link and come back as another stream.
             let is_same = is_on_link() && link.slot_of(mine) == Some(socket.slot);
             let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
             let buffer = Buffer {
@@ -511,7 +521,7 @@ impl Landing {
     /// If the transfer is over, returns the bytes in the buffer, and the event that counts them. `None` if the transfer
     /// goes on.
     fn look(&self) -> Option<(usize, Event)> {
-        // Read first: bytes that have not come when the link is down never will.
+        // The link's state is read first: bytes that have not come when the link is down never come.
         let is_down = self.remote.is_down();
         match self.remote.end().landed(self.mine, self.serial) {
             Some(Landed::Over(bytes)) => Some((bytes as usize, Event::DirectReceived)),
@@ -532,7 +542,7 @@ impl Landing {
         let (landed, event) = self.look().unwrap_or((0, Event::DirectReceived));
         rx.own.direct.on_landed(landed, now_ns());
         self.is_taken = true;
-        // The count is bounded by what the ring counts, because after RESUME the rest comes by TCP.
+        // No more bytes are taken than the ring counts: after RESUME the others come by TCP.
         let Some(consumer) = rx.consumer.as_mut().filter(|_| landed > 0) else {
             return (0, Wake::NONE);
         };
@@ -551,9 +561,9 @@ impl Landing {
         self.remote.end().settle_head(self.mine);
     }
 
-    /// Ends a wait whose transfer is not known to be over, because the call returns or goes on by another way.
-    /// Withdraws the advert and waits until the peer confirms. Returns the bytes in the buffer. Preserves errno, which
-    /// may be the one that the call fails with.
+    /// Ends a wait whose transfer may still go on, because the call returns or continues in another way. Withdraws the
+    /// advert and waits until the peer confirms. Returns how many bytes are in the buffer. Preserves errno, which may
+    /// be the one that the call fails with.
     #[cold]
     pub(crate) fn leave(mut self) -> usize {
         if self.pinned.is_of_a_parent() {
@@ -579,7 +589,8 @@ impl Landing {
         }
     }
 
-    /// Puts the bytes from the buffer into the ring, where the next call looks for them. The call is being unwound.
+    /// Copies the bytes from the buffer into the ring, where the next call finds them, because this call is being
+    /// unwound and cannot return them.
     #[cold]
     fn put_back(&mut self) {
         self.end_wait();

@@ -25,7 +25,8 @@ const MINE: Nonce = Nonce::from_bytes([0xc0; 16]);
 const THEIRS: Nonce = Nonce::from_bytes([0xc1; 16]);
 const DATA: usize = 50_000;
 
-/// Returns a socket that has switched and whose peer has given up. The next bytes in TCP will be data, then RESUME.
+/// Returns a socket whose sending direction is on the link, though the peer has given up the attempt (ABORT). The next
+/// bytes that the peer writes to TCP are data, then RESUME. Also returns both TCP streams.
 fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = unanswered(Closing::Switch);
     let mut control = socket.control.lock().unwrap();
@@ -34,9 +35,9 @@ fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     (socket, ours, theirs)
 }
 
-/// Returns a socket on TCP, and both streams of its connection.
+/// Returns a socket on TCP, and both TCP streams of its connection.
 fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
-    // Without a thread, commands to it stay in the queue.
+    // No service thread runs, so commands to it stay in the queue.
     without_thread();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -46,7 +47,8 @@ fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     (socket, ours, theirs)
 }
 
-/// Returns a socket that has closed its part of the handshake by `closing`, and has not got the peer's closing marker.
+/// Returns a socket that has ended its part of the handshake by the marker `closing`, and has not got the peer's last
+/// marker. Also returns both TCP streams.
 fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = accepted();
     let mut resume = Resume::default();
@@ -233,7 +235,7 @@ fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
     let theirs = listener.accept().unwrap().0;
     let socket = Socket::allocate(ours.as_raw_fd(), false).unwrap();
     table::insert(ours.as_raw_fd(), Entry::Socket(socket));
-    // The peer closes with this unread, so the connection is reset.
+    // The peer closes without reading this, so the connection is reset.
     ours.write_all(b"unread").unwrap();
     drop(theirs);
     let is_reset = || ready::anchor(ours.as_fd(), PollFlags::empty()) & libc::EPOLLERR as u32 != 0;
@@ -251,8 +253,8 @@ fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
 }
 
-/// The reset may come after the check for it. The marker's send then takes the error (in some 80 of these 500 rounds):
-/// it is kept, and reported once.
+/// The reset may come between the library's check for an error and its send of the marker. The send then takes the
+/// error from the socket (in some 80 of these 500 rounds). The library keeps the error, and reports it once.
 #[test]
 fn a_reset_that_comes_as_a_marker_is_sent_is_told() {
     without_thread();
@@ -299,7 +301,7 @@ fn a_shutdown_of_what_was_on_no_link_leaves_the_service_thread_nothing_to_do() {
     assert_eq!(left_to_do(socket, Task::Drained), 0);
 }
 
-/// Returns whether this end's FIN has come; false if nothing has come yet.
+/// Returns whether the FIN of the library's end has come to the peer. False if nothing has come yet.
 fn has_ended(theirs: &TcpStream) -> bool {
     match rustix::net::recv(theirs, &mut [0u8; 1][..], RecvFlags::DONTWAIT) {
         Ok((_, n)) => n == 0,
@@ -353,8 +355,8 @@ fn a_direction_that_is_shut_behind_an_end_is_the_kernels_to_shut_when_the_last_m
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
 }
 
-/// Receives 64 bytes with `flags` by a call that is in the kernel when a scan begins and `stream` comes. The stream is
-/// 64 bytes of payload with markers among them. Returns what the call has received.
+/// Receives 64 bytes with `flags` into an array of `pieces` pieces. While the call is in the kernel, a scan begins and
+/// `stream` arrives: 64 bytes of payload with markers among them. Returns what the call has received.
 fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<u8> {
     let (socket, ours, theirs) = accepted();
     let mut got = [0u8; 64];

@@ -1,5 +1,5 @@
-//! epoll_wait(): reports what is ready in the kernel's set and in the library's list, with one sleep for both. While no
-//! item of a set is taken over, the wait is in the kernel alone.
+//! epoll_wait(): reports what is ready in the kernel's set and in the library's list (`notify/epoll`), with one sleep
+//! for both. While no item of a set is taken over, the wait is in the kernel alone.
 //!
 //! Library fds in the kernel's set are removed from results. A nested set, which another set holds, is kept readable in
 //! the kernel while an item is ready.
@@ -29,30 +29,30 @@ use crate::sys::{errno, points::point};
 /// [cycles](rdmasock_core::cycles), some 20 us. Short enough not to be noticed, long enough that a busy program makes
 /// few system calls.
 const KERNEL_EVERY: u64 = 1 << 16;
-/// The longest sleep of a set without a bell, ns: no peer can wake it.
+/// The longest sleep on a set that has no bell, ns: no peer can wake the thread.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
 /// The most rounds in which one harvest checks for newly queued items. Without a bound, a set in which each round finds
-/// some would be checked forever.
+/// new items would be checked forever.
 const ROUNDS: usize = 4;
-/// The number of links to other hosts that are checked at most, once one of them had data. To check such a link is to
-/// poll its completions.
+/// How many more links to other hosts a harvest checks after the first one with data. To check such a link is to poll
+/// its completions.
 ///
-/// If a set has more links than this, links for which the kernel's set reports completions are skipped. If one of the
-/// others has data, this many more are checked, and the next harvest begins with the rest. To check all of them for one
-/// message each would cost more than the messages. (The network does not preserve the order between peers on other
-/// hosts either.)
+/// In a set with more such links than this, a harvest skips those whose completions the kernel's set reports. If one of
+/// the others has data, this many more of them are checked, and the next harvest begins with the rest. To check all of
+/// them for one message each would cost more than the messages. The order between peers on other hosts may change by
+/// this, but the network does not preserve that order either.
 const MANY: usize = 16;
-/// How long a thread that has consumed another process's ring stays away from the set, ns.
+/// How long a thread stays away from the set after it has consumed a ring for another process, ns.
 const OUT_OF_THE_WAY: i64 = 1_000_000;
 
 /// The kernel's epoll_wait(fd, events, max, time-out), with the program's signal mask.
 type Real<'a> = &'a dyn Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int;
 
-/// One epoll_wait() of the program: the set, kept even if the fd is closed or reused meanwhile, and the result so far.
-/// `notify/call` keeps a connection in the same way.
+/// The state of an epoll_wait() of the program: the set, kept even if the fd is closed or reused meanwhile, and the
+/// result so far. `notify/call` keeps a connection in the same way.
 ///
-/// A wait that has found no event yet may begin again on the file that the fd stands for by then. From its first sleep
-/// or spin on, it holds the set, and makes the kernel's call on a private fd.
+/// A wait that has found no event yet begins again if the fd stands for another file by then. From its first sleep or
+/// spin on, the wait holds the set, and makes the kernel's call on a private fd.
 struct Wait<'a> {
     set: &'static Epoll,
     fd: c_int,
@@ -63,9 +63,9 @@ struct Wait<'a> {
     events: *mut libc::epoll_event,
     max: c_int,
     filled: c_int,
-    /// The set's count of `moves` before the kernel was asked.
+    /// The set's count of `moves` before the kernel's set was checked.
     moves: u64,
-    /// The number of this result among the set's; 0 before its first item of the set is listed.
+    /// The number of this result among all results of the set; 0 until the result lists an item.
     serial: u64,
 }
 
@@ -150,7 +150,7 @@ impl Item {
 }
 
 impl Wait<'_> {
-    /// Waits. `left` is the time until `deadline`. `None` if the fd stands for another file, and nothing was reported.
+    /// Waits. `left` is the time until `deadline`. `None` if the fd stands for another file and nothing was reported.
     fn run(&mut self, deadline: Deadline, left: Timeout) -> Option<c_int> {
         let handlers = thread::current().handlers();
         if self.max <= 0 {
@@ -193,10 +193,11 @@ impl Wait<'_> {
         }
     }
 
-    /// Checks both sets without a wait. `None` if nothing was reported.
+    /// Checks the kernel's set and the library's list without a wait. `None` if nothing was reported.
     ///
-    /// If `due`, the kernel's set is checked too. It is checked first if the last result had no room for it, so that
-    /// neither set starves the other if the program takes few events at a time.
+    /// If `due`, a result of the library's list gets the ready sockets of the kernel's set too. If the last result was
+    /// full before the kernel's set could be checked, that set is checked first. So neither of the two starves the
+    /// other if the program takes few events at a time.
     fn check(&mut self, due: bool) -> Option<c_int> {
         let set = self.set;
         self.moves = set.moves.load(Acquire);
@@ -212,16 +213,16 @@ impl Wait<'_> {
         (self.filled > 0).then(|| self.with_kernels(due && !starved))
     }
 
-    /// Spins once (`spun`), then sleeps until either set may have something. Returns the result of the wait. `None` if
-    /// the sets are to be checked again.
+    /// Spins if `spun` is false, then sleeps until the kernel's set or the library's list may have an event. Returns
+    /// the result of the wait. `None` if both are to be checked again.
     fn rest(&mut self, deadline: Deadline, handlers: u32, spun: &mut bool) -> Option<c_int> {
         let set = self.set;
         if !std::mem::replace(spun, true) {
             let peers = Peers::new(set.set.lock().is_none_or(|set| !set.links.far.is_empty()));
             let bound = set.spinner.bound(peers);
             if bound > 0 {
-                // A reply that comes at once does not wait for a check of the kernel's set, which was empty the last
-                // time.
+                // A reply that comes at once does not have to wait for a check of the kernel's set, which had nothing
+                // at the last check.
                 if set.kernel_quiet.load(Relaxed) && spin::glance(|| set.has_ready()) {
                     return None;
                 }
@@ -235,13 +236,13 @@ impl Wait<'_> {
             }
         }
         let Some(waiter) = set.waiter() else {
-            // No fd was left for a bell: the thread checks at intervals.
+            // No fd was left for a bell, so the thread checks at intervals.
             let n = self.look(deadline.left().at_most(WITHOUT_DOORBELL));
             return (n != 0 || deadline.is_over()).then(|| self.with_ours(n));
         };
         let waiters = &Library::get().waiters;
-        // Before the sleep flag is raised: arming takes in completions, and would ring the bell of threads that sleep
-        // already.
+        // The links are armed before the sleep flag is raised: arming takes in completions, which would ring the bell
+        // of threads that sleep already.
         let asleep = set.watch_links();
         point!("epoll: nothing was there");
         waiters.enter_sleep(waiter);
@@ -285,9 +286,9 @@ impl Wait<'_> {
         None
     }
 
-    /// Appends ready items of the links, if the kernel's set has just reported `n` entries. Returns what epoll_wait()
-    /// returns. A peer may have sent on a link before it sent what the kernel reports. The program must not get only
-    /// the later of the two.
+    /// If the kernel's set has just reported entries (`n` above 0), appends ready items of the links: a peer may have
+    /// sent on a link before it sent what the kernel reports, and the program must not get only the later of the two.
+    /// Returns what epoll_wait() returns.
     fn with_ours(&mut self, n: c_int) -> c_int {
         if n <= 0 {
             return n;
@@ -298,10 +299,10 @@ impl Wait<'_> {
         self.filled
     }
 
-    /// Appends ready sockets of the kernel's set to the entries, which are the library's. Does so if `look` is true, or
-    /// if connections are in both sets. In the latter case a peer may have sent on a connection of the kernel's before
-    /// it sent on the link. Then appends items that came on links meanwhile. If connections are in both sets, the
-    /// kernel's entries are moved to the front.
+    /// Completes a result that has entries of the library's list only. Checks the kernel's set too if `look` is true,
+    /// or if the kernel's set has connections: a peer may have sent on one of those before it sent on the link. Appends
+    /// the ready sockets, then items that came on links meanwhile. If the kernel's set has connections, moves its
+    /// entries to the front. Returns the number of entries.
     fn with_kernels(&mut self, look: bool) -> c_int {
         let (set, ours) = (self.set, self.filled);
         if ours == self.max {
@@ -314,33 +315,35 @@ impl Wait<'_> {
             // SAFETY: the first `filled` entries are filled.
             let all = unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) };
             if set.moves.load(Acquire) != self.moves {
-                // A socket may have moved between the two sets meanwhile. The kernel never lists one twice: a program
-                // that does one blocking read for each entry would hang at the second.
+                // A socket may have moved between the kernel's set and the library's list meanwhile. A result must not
+                // list it twice, as the kernel's never does: a program that does one blocking read for each entry would
+                // hang at the second.
                 let (listed, rest) = all.split_at_mut((ours as usize).min(all.len()));
                 return ours + keep(rest, |data| !listed.iter().any(|e| e.u64 == data)) as c_int;
             }
             if set.is_mixed()
                 && let Some(both) = all.get_mut(..end as usize)
             {
-                // The order of arrival across the two sets is unknown, so the kernel's entries go first. A peer on a
-                // link has usually waited for its replies, so its data there is what it sent last. A peer that sends on
-                // a young connection without waiting expects that data to be read before.
+                // The order of arrival across the kernel's set and the library's list is unknown, so the kernel's
+                // entries go first. A peer on a link has usually waited for its replies, so its data there is the last
+                // that it sent. A peer that sends on a young connection without waiting expects that data to be read
+                // before.
                 both.rotate_left(ours as usize);
             }
         }
         self.filled
     }
 
-    /// Asks the kernel's set for what is ready within `left`. Returns what epoll_wait() returns, without the library's
-    /// fds.
+    /// Waits in the kernel's set for at most `left`. Returns what epoll_wait() returns, without the library's fds.
     fn look(&mut self, left: Timeout) -> c_int {
         let n = (self.real)(self.number(), self.free(), self.max - self.filled, left);
         self.set.kernel_quiet.store(n == 0, Relaxed);
         if n <= 0 { n } else { self.take_in(n, false) }
     }
 
-    /// Takes in the `n` entries behind the filled ones, which the kernel has just filled, and removes library fds from
-    /// them. `has_slept`: the thread checks the links again if no entry is left. Returns how many entries are left.
+    /// Processes the `n` entries that the kernel has just filled behind the filled ones, and removes library fds from
+    /// them. `has_slept`: the thread has slept, and checks the links by itself if no entry is left. Returns how many
+    /// entries are left.
     fn take_in(&mut self, n: c_int, has_slept: bool) -> c_int {
         let (set, before) = (self.set, self.filled);
         // SAFETY: the kernel has just filled `n` entries there.
@@ -354,19 +357,21 @@ impl Wait<'_> {
         }
         set.on_named(&stripped.named);
         if has_slept && before + n == self.max {
-            // The entry of the link that woke the thread may not have found room.
+            // The array was full. So the entry of the link whose completion woke the thread may be missing.
             set.arm_for_others();
         }
         if stripped.own && (stripped.kept > 0 || !has_slept) && set.has_ready() {
-            // A ring that this thread has consumed is passed on to a sleeping thread.
+            // This thread has consumed a ring of the bell, and does not sleep again at once. So it rings for a thread
+            // that sleeps.
             set.ring_if_sleeping();
         }
         if has_slept && stripped.foreign && stripped.kept == 0 {
-            // The process that the ring was meant for has to get it before this thread sleeps on the same set again.
+            // The other process has to get the ring before this thread sleeps on the same set again.
             time::sleep(OUT_OF_THE_WAY);
         }
         if !has_slept && self.filled == 0 && !stripped.named.is_none() {
-            // The last harvest skipped links, for which the kernel's set has now reported completions.
+            // The last harvest has skipped links whose completions the kernel's set reports, and it has reported some
+            // by now.
             self.harvest(true);
         }
         self.filled - before
@@ -377,9 +382,9 @@ impl Wait<'_> {
         self.events.wrapping_add(self.filled as usize)
     }
 
-    /// Checks the socket that was reported last, and alone, for a moment before its peer is asked for a wake-up. That
-    /// socket is likely to be the next, and four cache lines then need not move between the two sides. Returns true if
-    /// it is reported.
+    /// If the last result was one socket alone, checks that socket for a moment before its peer is asked for a wake-up.
+    /// It is likely to be the next that becomes ready, and without a wake-up four cache lines need not move between the
+    /// two sides. Returns true if the socket is reported.
     fn await_last(&mut self) -> bool {
         let set = self.set;
         !set.nested.load(Relaxed)
@@ -390,7 +395,8 @@ impl Wait<'_> {
     }
 
     /// Checks the set's only listed socket, if it is on a link within this host. If it is ready, reports it and keeps
-    /// it in the list. Returns false if no socket of the set is ready.
+    /// it in the list. Returns true also if the list has to be checked by `harvest`. Returns false if the socket is not
+    /// ready: the caller checks again.
     fn look_at_last(&mut self) -> bool {
         let (Some(waiter), Some(mut guard)) = (self.set.waiter(), self.set.set.lock()) else {
             return true;
@@ -406,15 +412,15 @@ impl Wait<'_> {
             return true;
         };
         let mask = item.evaluate(Arm::No);
-        // An edge-triggered item has to be armed again, and a one-shot item is disabled.
+        // An edge-triggered item has to be armed again, and a one-shot item is disabled: `harvest` does that.
         if mask != 0 && item.events & (ET | ONESHOT) == 0 {
             self.list(item, mask, &mut set.results);
         }
         mask != 0
     }
 
-    /// Reports ready items behind the filled entries. `after_rest`: checks also that their fds are still open by the
-    /// kernel's word.
+    /// Appends the ready items of the list to the entries. `after_rest`: also asks the kernel whether their fds are
+    /// still open.
     fn harvest(&mut self, after_rest: bool) {
         let (epoll, before) = (self.set, self.filled);
         if epoll.served.load(Acquire) {
@@ -432,8 +438,8 @@ impl Wait<'_> {
             if self.filled == self.max {
                 break;
             } else if self.filled > before {
-                // The checks took their time. A peer may have sent to a socket that was found empty, and then to one
-                // that was not: the first is checked again.
+                // The checks took their time. A peer may have sent to a socket that was found empty, and after that to
+                // a socket that was found ready. So the first socket is checked again.
                 epoll.sweep(set, Sweep::Again);
             } else if std::mem::take(&mut is_partial) {
                 // The links that had data have no ready item after all: the skipped links are next.
@@ -450,12 +456,12 @@ impl Wait<'_> {
             epoll.show_ready();
         }
         if more {
-            // Another thread that sleeps on this set can report the rest.
+            // Another thread that sleeps on this set can report the items that are left.
             epoll.ring_if_sleeping();
         }
     }
 
-    /// Checks each item of the list once, while there is room. Items that stay in the list go to its end.
+    /// Checks each item of the list once, while the result has room. Items that stay in the list go to its end.
     fn report(&mut self, set: &mut Set, after_rest: bool) {
         for _ in 0..set.ready.len() {
             if self.filled == self.max {
@@ -478,9 +484,9 @@ impl Wait<'_> {
     fn check_item(&mut self, item: &mut Item, after_rest: bool, results: &mut u64) -> bool {
         let has_moved = self.set.moves.load(Relaxed) != self.moves;
         if item.listed_in == self.serial && self.serial > 0 || has_moved && self.has(item.data) {
-            // A socket must not be listed twice in one result: the program may have closed it before it comes to the
-            // second entry. Either data has come again, or the kernel may have reported the socket just before it was
-            // taken over. The next result gets it.
+            // A result must not list a socket twice: the program may have closed it before it comes to the second
+            // entry. The item is ready again since it was listed, or the kernel may have reported the socket just
+            // before it was taken over. The next result lists it.
             return true;
         }
         let is_edge = item.events & ET != 0;
@@ -501,7 +507,8 @@ impl Wait<'_> {
         !is_edge && !item.disabled
     }
 
-    /// Fills the next entry, which the caller knows to be there. `results` is the set's count of results.
+    /// Fills the next entry of the program's array; the caller has checked that there is room. `results` is the set's
+    /// count of results.
     fn list(&mut self, item: &mut Item, events: u32, results: &mut u64) {
         if self.serial == 0 {
             *results += 1;
@@ -521,7 +528,7 @@ impl Wait<'_> {
 }
 
 // A wait in the kernel's set alone. An item may be taken over at any moment of the wait, so the gate counts the thread.
-// The thread that makes the set active sees it there, rings the bell, and counts a sleeper for it.
+// The thread that makes the set active sees this one in the gate, rings the bell, and counts a sleeper for it.
 
 impl Wait<'_> {
     /// Waits in the kernel alone. Returns what epoll_wait() returns. `None` if the set is active or the fd stands for
@@ -529,13 +536,14 @@ impl Wait<'_> {
     fn wait_plain(&mut self, deadline: Deadline, mut left: Timeout) -> Option<c_int> {
         let set = self.set;
         if set.inherited.load(Acquire) && set.inherited.swap(false, AcqRel) {
-            // The process is a fork child, and has inherited its connections.
+            // The process is a fork child. Sockets that it has inherited may be on its parent's links, and have to be
+            // taken back to TCP.
             socket::in_use().for_each(reclaim);
         }
         loop {
             point!("epoll alone: the set is not active");
-            // Either this thread sees that the set is active or another's, or the thread that made it so (`activate`,
-            // `release`) sees this one inside.
+            // Either this thread sees that the set is active, or is not behind the fd any more. Or the thread that has
+            // made it so (`activate`, `release`) sees this thread inside the gate.
             if !set.gate.enter() || !self.is_here() {
                 set.leave_plain();
                 return None;
@@ -550,7 +558,8 @@ impl Wait<'_> {
             let errno = errno::get();
             point!("epoll alone: is awake");
             if set.is_active() {
-                // The kernel's wait has been on the set already, so it is the right one.
+                // The kernel's wait was on this set, so it is the right one even if the fd stands for another file by
+                // now.
                 self.hold();
             }
             point!("epoll alone: holds the set");
@@ -559,14 +568,15 @@ impl Wait<'_> {
                 // A ring wakes one thread; the next one must leave the kernel's wait too.
                 set.ring();
             }
-            // The bell may be in the kernel's set before the set counts as active.
+            // The bell may be in the kernel's set, and so among the entries, before the set counts as active.
             let kept = if n < 0 { n } else { self.take_in(n, !left.is_zero()) };
             errno::set(errno);
             let is_active = set.is_active();
             if kept != 0 || left.is_zero() || n == 0 && !is_active {
                 return Some(kept);
             }
-            // Only another process's library fds were reported, so the set may still be the kernel's alone.
+            // The entries were only library fds of other processes, so the kernel's set may still be the only one to
+            // check.
             if is_active || !self.is_here() {
                 return None;
             }
@@ -585,22 +595,23 @@ impl Wait<'_> {
             && self.set.generation.load(Relaxed) == self.generation
     }
 
-    /// Holds the set from now on.
+    /// Makes the wait hold the set from now on.
     fn hold(&mut self) {
         if !std::mem::replace(&mut self.is_inside, true) {
             self.set.inside.enter();
         }
     }
 
-    /// Holds the set: the wait is about to spin or sleep. Returns false if the fd stands for another file by now.
+    /// Makes the wait hold the set, because it is about to spin or sleep. Returns false if the fd stands for another
+    /// file by now.
     fn enter(&mut self) -> bool {
         let was_inside = self.is_inside;
-        // `Epoll::release` is called once the table has lost the fd, and then checks for waits inside.
+        // `Epoll::release` is called when the table has lost the fd, and then checks for waits that hold the set.
         self.hold();
         was_inside || self.is_named()
     }
 
-    /// Returns the fd for the kernel's call.
+    /// Returns the fd for the kernel's call: a private one if the wait holds the set.
     fn number(&self) -> c_int {
         match self.set.kernel_fd() {
             Some(own) if self.is_inside => own.as_raw_fd(),
@@ -636,14 +647,14 @@ impl Epoll {
     }
 }
 
-/// Arguments of a FUTEX_WAKE_OP that adds 0 to its second word. The word must be writable, and no thread is woken for
-/// it. FUTEX_OP(ADD, 0, LT, 0) of <linux/futex.h>, and FUTEX_WAKE_OP with FUTEX_PRIVATE_FLAG.
+/// Arguments of a FUTEX_WAKE_OP that adds 0 to its second word, so that the kernel checks whether the word is writable.
+/// No thread is woken. They are FUTEX_OP(ADD, 0, LT, 0) of <linux/futex.h>, and FUTEX_WAKE_OP with FUTEX_PRIVATE_FLAG.
 const ADD_NOTHING: usize = 1 << 28 | 2 << 24;
 const WAKE_OP: usize = 5 | 128;
 
-/// Whether the first entry of the program's array can be written. If it cannot, the kernel returns EFAULT once there is
-/// an event. A store by the library would be a segmentation fault, and an endless one if a handler of the program's
-/// jumps out of it (`signals/jump`).
+/// Whether the first entry of the program's array can be written. If not, the kernel returns EFAULT once there is an
+/// event. A store by the library would raise SIGSEGV, again and again if a handler of the program's jumps out of it
+/// (`signals/jump`).
 ///
 /// Asks the kernel only if the array is not the one of the thread's last wait.
 fn can_be_written(events: *mut libc::epoll_event) -> bool {
@@ -663,10 +674,10 @@ fn can_be_written(events: *mut libc::epoll_event) -> bool {
     can
 }
 
-// The links that a wait checks, and by which it is woken. Links within this host are checked each time. Of many links
-// to other hosts, only those are checked whose completions the kernel's set does not report.
+// The links that a wait checks, and by which it is woken. Links within this host are checked each time. If there are
+// many links to other hosts, only those are checked whose completions the kernel's set does not report.
 
-/// The links to other hosts that are checked; links within this host always are.
+/// Which links to other hosts are checked. Links within this host always are.
 #[derive(Clone, Copy, PartialEq)]
 enum Sweep {
     /// Links whose completions the kernel's set would not report.
@@ -678,14 +689,15 @@ enum Sweep {
 }
 
 impl Links {
-    /// Whether any link has something for `waiter`. If so, the next check begins at that link.
+    /// Whether any link has an entry for `waiter`. If so, the next check begins at that link.
     fn have_ready(&mut self, waiter: WaiterId) -> bool {
         if self.near.iter().any(|link| link.has_ready(waiter)) {
             return true;
         }
         let are_many = self.far.len() > MANY;
         let is_ready = |far: &Far| match are_many && far.is_told() {
-            // Completions that were taken in already.
+            // The kernel's set reports new completions of this link, so only those that were taken in already are
+            // checked.
             true => far.news.is_queued(waiter),
             false => far.link.has_ready(waiter),
         };
@@ -695,7 +707,7 @@ impl Links {
         found.is_some()
     }
 
-    /// Whether any link has a wake-up for the service thread, which notifies the set (`Epoll::served`).
+    /// Whether any link has an entry for the service thread, which notifies the set (`Epoll::served`).
     fn have_told_the_service(&self) -> bool {
         let far = self.far.iter().map(|far| far.link);
         self.near.iter().copied().chain(far).any(|link| link.has_ready(SERVICE))
@@ -718,8 +730,8 @@ impl Epoll {
             || self.served.load(Acquire) && set.links.have_told_the_service()
     }
 
-    /// Moves what peers have put into the ready queues to the set's list. Returns true if links were skipped that may
-    /// have data, and that the kernel's set would not report.
+    /// Moves the entries that peers have put into the ready queues to the set's list. `of`: which links to other hosts
+    /// are checked. Returns true if links were skipped that may have data which the kernel's set would not report.
     fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
         let Some(waiter) = self.waiter() else { return false };
         let mut come = std::mem::take(&mut set.come);
@@ -754,7 +766,7 @@ impl Epoll {
             let are_many = far.len() > MANY;
             for (at, far) in in_turn(far, *next) {
                 if are_many && far.is_told() {
-                    // Other threads may have taken in its completions.
+                    // Other threads may have taken in completions of this link.
                     if far.news.is_queued(waiter) && drain(far.link) {
                         spoke.push(far.link);
                     }
@@ -769,7 +781,8 @@ impl Epoll {
                 }
             }
         }
-        // A queue does not keep an order, and each link has its own. The kernel's list is in the order of arrival.
+        // A ready queue does not keep an order, and each link has its own queue. The kernel's list is in the order of
+        // arrival.
         come.sort_unstable();
         for (_, index) in come.drain(..) {
             set.enqueue(index);
@@ -778,16 +791,16 @@ impl Epoll {
         left == 0
     }
 
-    /// Prepares a sleep: completions on links to other hosts wake this thread itself, or one that sleeps on another
-    /// set. Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links,
-    /// or the service thread handles their completions.
+    /// Prepares a sleep on a set with links to other hosts: their completions wake this thread, or a thread that sleeps
+    /// on another set. The links' descriptors are in the kernel's set from the first such sleep on. `None` if there are
+    /// no such links, or if the service thread handles their completions.
     fn watch_links(&'static self) -> Option<Asleep> {
         let mut set = self.set.lock()?;
         if set.links.far.is_empty() || set.links.are_left {
             return None;
         }
         self.watch.enter();
-        // Read after that: the service thread, if it begins to handle a link's completions now, sees that a thread
+        // Read after `enter`: if the service thread begins to handle a link's completions now, it sees that a thread
         // sleeps.
         let taken_back = Library::get().service.taken_back.look();
         if let Some(kernel_fd) = self.kernel_fd() {
@@ -810,7 +823,7 @@ impl Epoll {
     }
 
     /// Arms the links again for other threads. Several threads may sleep on one link, and this thread may have consumed
-    /// its event without knowing which link it was.
+    /// the link's event without learning which link it was.
     fn arm_for_others(&'static self) {
         if let Some(set) = self.set.lock() {
             set.links.far.iter().for_each(|far| far.remote.arm_for_others());
@@ -820,7 +833,7 @@ impl Epoll {
     /// Prepares for a nested use: another set is about to hold this one, or a thread to sleep on it in poll() or
     /// select().
     pub(crate) fn on_nested(&'static self) {
-        // Both sides use SeqCst (`activate`): one of the two sees the other.
+        // Both sides use SeqCst: this thread sees that the set is active, or `activate` sees that the set is nested.
         if !self.nested.load(Acquire) && !self.nested.publish(true) {
             if let Some(mut set) = self.set.lock() {
                 set.links.leave_to_service();
@@ -831,9 +844,10 @@ impl Epoll {
         }
     }
 
-    /// Makes the kernel's object of a nested set show whether an item is ready. It is readable until a ring is
-    /// consumed, and after a ring, peers do not ring again before a new epoch. So every thread that has taken items
-    /// from the set, or has consumed a ring, calls this afterwards.
+    /// Makes the kernel's object of a nested set readable if an item is ready, and only then. A ring makes the object
+    /// readable until the ring is consumed. After a ring, peers do not ring again before the waiter's sleep flag has
+    /// begun a new epoch. So each thread that has taken items from the set, or has consumed a ring, calls this
+    /// afterwards.
     fn show_ready(&'static self) {
         let Some(waiter) = self.waiter() else {
             return;
@@ -844,7 +858,7 @@ impl Epoll {
         }
         waiters.enter_sleep(waiter);
         point!("nested: a new epoch has begun");
-        // In this order: if a ring of the new epoch is consumed here, its reason is seen below.
+        // In this order: if a ring of the new epoch is consumed here, the item that it was rung for is seen below.
         waiters.quiet(waiter);
         if self.is_ready() {
             waiters.ring(waiter);
@@ -852,10 +866,10 @@ impl Epoll {
     }
 }
 
-/// Counts a thread as asleep on a set with links to other hosts, until it is dropped.
+/// Counts a thread as asleep on a set with links to other hosts, until this value is dropped.
 struct Asleep {
     set: &'static Epoll,
-    /// The thread is not counted any more; read by the thread's own signal handlers too.
+    /// The thread is not counted any more. The thread's own signal handlers read this too.
     has_left: AtomicBool,
 }
 
@@ -868,7 +882,8 @@ impl Asleep {
         }
     }
 
-    /// Leaves this thread's completions to others: a signal handler runs above the sleep, for any time.
+    /// Leaves the links' completions to other threads: a signal handler has interrupted the sleep, and may run for any
+    /// time.
     fn hand_over(&self) {
         let errno = errno::get();
         self.leave();

@@ -1,7 +1,7 @@
-//! poll() and select() over sockets on TCP and sockets that the library reports on.
+//! poll() and select() over fds that the kernel reports on, and sockets that the library reports on.
 //!
-//! The latter are taken out of the kernel's array, and checked by `polling/readiness`. The others stay in it, together
-//! with a bell that wakes the thread for the former.
+//! The library's sockets are left out of the array that the kernel gets, and are checked by `polling/readiness`. The
+//! other fds stay in the array, together with a bell that wakes the thread for the library's sockets.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
@@ -27,9 +27,9 @@ use crate::sys::{errno, points::point, time::Timeout};
 
 static SPINNER: Spinner = Spinner::new();
 
-/// The number of entries, with the bell's, that need no heap memory.
+/// The number of entries, including the bell's, that need no heap memory.
 const FEW: usize = 9;
-/// The longest sleep of a thread that no waiter was left for, ns.
+/// The longest sleep of a thread for which no waiter was left, ns.
 const WITHOUT_WAITER: u64 = 1_000_000;
 type Tokens = SmallVec<[Token; FEW]>;
 type Entries = SmallVec<[pollfd; FEW]>;
@@ -44,7 +44,8 @@ fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.promotion.stage() != Stage::Plain,
         Entry::Epoll(set) => {
-            // From now on the kernel's object shows what becomes ready, even if the set becomes active meanwhile.
+            // From now on the kernel's object is readable while an item of the set is ready, even if the set becomes
+            // active during the wait.
             within(|| set.on_nested());
             set.is_active()
         }
@@ -62,7 +63,7 @@ pub(crate) unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
     crate::sys::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
 
-/// Waits by libc's own call for (fds, n, time-out), with the program's signal mask.
+/// libc's own wait for these arguments (fds, their number, time-out), with the program's signal mask.
 type Real<'a> = &'a dyn Fn(*mut pollfd, nfds_t, Timeout) -> c_int;
 
 /// Carries out poll() and its kin.
@@ -75,7 +76,7 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
         }
     }
     if Library::current().is_none() && Library::ensure().is_none() {
-        // A fork child that has no means left to become an instance: no socket is on a link.
+        // This is a fork child that has no memory or fds to become an instance. So no socket is on a link.
         return real(set.as_mut_ptr(), set.len() as nfds_t, timeout);
     }
     let deadline = timeout.deadline();
@@ -84,15 +85,16 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
         return errno::fail(libc::ENOMEM);
     }
     let handlers = thread::current().handlers();
-    // The files behind the fds. As in the kernel they are looked up when the call begins, and again when one is ready
-    // or the time is over. A file that gets one of the fds meanwhile does not concern the call.
+    // A token identifies the file behind an fd. As in the kernel, the files are looked up when the call begins, and
+    // again when an fd is ready or the time is over. A file that gets one of the fds meanwhile does not concern the
+    // call.
     look_up(set, &mut tokens);
     let mut spun = false;
     let mut is_last = deadline.is_zero();
     let mut kept = Vec::new();
     loop {
-        // First decides which entries the kernel reports, then checks the library's. In this order, a socket that the
-        // library takes over in between is seen to have moved.
+        // First decides which entries the kernel reports on, then checks the sockets that the library reports on. In
+        // this order, a socket that the library takes over in between is seen to have moved.
         copy.clear();
         copy.extend(set.iter().zip(&tokens).map(|(p, token)| {
             let is_kernels = !is_watched(p.fd) && table::token(p.fd) == *token;
@@ -101,7 +103,7 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
         point!("poll: it is seen what is the kernel's");
         let ours = evaluate(set, &tokens);
         let is_far = |p: &pollfd| table::socket(p.fd).and_then(Socket::link).is_some_and(Link::is_remote);
-        // Searched for links to other hosts only if the result matters.
+        // The array is searched for links to other hosts only if the thread may spin.
         let peers = Peers::new(spun || ours > 0 || set.iter().any(is_far));
         let spin = if spun { 0 } else { SPINNER.bound(peers) };
         if ours > 0 || is_last || spin > 0 {
@@ -125,13 +127,13 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
         let mut room = SmallVec::<[(u32, Sleeper); FEW]>::new();
         let has_memory = room.try_reserve(set.len()).is_ok();
         let lease = has_memory.then(|| waiters.acquire(Kind::Polling)).flatten().map(Lease);
-        // Out of memory or waiters, the kernel has to wake the thread. Until all connections are on TCP, the thread
-        // checks at intervals.
+        // Without memory or a waiter, only the kernel can wake the thread, so the connections go to TCP for good. Until
+        // all of them are there, the thread checks at intervals.
         let is_woken = lease.is_some() || stay_on_tcp(set);
-        // Declared after the lease, and so dropped before: the waiter's next owner may sleep on the same sockets.
+        // Declared after the lease, and so dropped before it: the waiter's next owner may sleep on the same sockets.
         let mut sleepers = room;
-        // Completions on links to other hosts wake this thread itself. Before the sleepers are added: arming takes in
-        // completions, and would ring the sleeper's bell for them.
+        // This thread itself may be woken by completions on links to other hosts. It takes its turns to poll before the
+        // sleepers are added: arming takes in completions, which would ring the sleepers' bell.
         let mut pollers = std::mem::take(&mut kept);
         let mut standing_by = Vec::new();
         if let Some(lease) = &lease {
@@ -181,7 +183,7 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
         let error = errno::get();
         point!("poll: is awake");
         drop(record);
-        // The sleepers hold their connections, so these can be checked even if their fds are closed.
+        // The sleepers hold their connections, so the connections can be checked even if their fds are closed.
         let is_there = sleepers
             .iter()
             .any(|(events, sleeper)| readiness::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0);
@@ -198,7 +200,8 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
             return r;
         }
         let is_over = deadline.is_over();
-        // The event was for other threads only.
+        // If nothing is ready for this call, the event was for other threads, and the thread sleeps again without a
+        // spin.
         spun = !(is_there || is_over || copy.iter().any(|c| c.revents != 0));
         if spun {
             standing_by.into_iter().for_each(StandBy::go_on);
@@ -223,7 +226,7 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
     }
 }
 
-/// Takes the connections to TCP for good. Returns false if the library may still have to report on one of them.
+/// Takes the connections to TCP for good. Returns false if the library may still report on one of them.
 #[cold]
 fn stay_on_tcp(set: &[pollfd]) -> bool {
     let sockets = || set.iter().filter_map(|p| table::socket(p.fd));
@@ -232,7 +235,7 @@ fn stay_on_tcp(set: &[pollfd]) -> bool {
     sockets().all(is_there)
 }
 
-/// Looks up the files behind the fds now.
+/// Looks up the files behind the fds, and stores their tokens.
 fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     tokens.clear();
     let now = crate::sys::time::tick();
@@ -246,8 +249,9 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     }));
 }
 
-/// Decides for each link to another host whether the thread polls its completion descriptor or stands by. A thread that
-/// polled in its last sleep polls again, if that sleep ended for other threads only (`pollers`).
+/// Decides for each link to another host whether the thread polls its completion descriptor or stands by. If the last
+/// sleep ended for other threads only, `pollers` has the links that the thread polled, and it polls them again. Adds
+/// the other links to poll to `pollers`, and returns those where the thread stands by.
 fn take_turns(set: &[pollfd], waiter: WaiterId, pollers: &mut Vec<Poller<'static>>) -> Vec<StandBy<'static>> {
     let mut standing_by: Vec<StandBy<'_>> = Vec::new();
     pollers.retain(Poller::stays);
@@ -268,8 +272,8 @@ fn take_turns(set: &[pollfd], waiter: WaiterId, pollers: &mut Vec<Poller<'static
     standing_by
 }
 
-/// Adds the sleeper's own fds to the kernel's array. As far as possible they replace entries that the kernel does not
-/// report on: an array may be no longer than the limit of open files.
+/// Adds the thread's bell and completion descriptors to the kernel's array. As far as possible they replace entries
+/// that the kernel does not report on, because an array may not be longer than the limit of open files.
 fn seat(copy: &mut Entries, fds: impl Iterator<Item = c_int>) {
     for fd in fds {
         let seat = entry(fd, libc::POLLIN);
@@ -280,7 +284,7 @@ fn seat(copy: &mut Entries, fds: impl Iterator<Item = c_int>) {
     }
 }
 
-/// Removes the sleeper's own fds, which are not in the program's array.
+/// Removes the bell and the completion descriptors, which are not in the program's array.
 fn unseat(copy: &mut Entries, set: &[pollfd]) {
     copy.truncate(set.len());
     for (seat, p) in copy.iter_mut().zip(set).filter(|(seat, p)| seat.fd != p.fd) {
@@ -291,8 +295,8 @@ fn unseat(copy: &mut Entries, set: &[pollfd]) {
 struct Lease(WaiterId);
 
 impl Lease {
-    /// Publishes the sockets that the kernel polls, so that the waiter is rung when the library begins to report on
-    /// one.
+    /// Publishes the sockets that the kernel polls for this thread. The waiter is rung when the library begins to
+    /// report on one of them.
     fn look_on(&self, kernel: &[pollfd]) {
         let sockets = kernel.iter().filter_map(|p| table::socket(p.fd));
         let slots = sockets.fold(Slots::default(), |slots, socket| slots.with(socket.slot));
@@ -333,16 +337,16 @@ fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
     ready
 }
 
-/// Whether the kernel's array has an entry wrongly, or lacks it: the library has begun or ceased to report on the
-/// socket. An fd that stands for another file since the call began belongs in neither.
+/// Whether the kernel's entry `kernel` for the program's `entry` is wrong by now, because the library has begun or
+/// ceased to report on the socket. An fd that stands for another file since the call began is reported by neither side.
 fn has_moved(entry: &pollfd, kernel: &pollfd, token: Token) -> bool {
     let is_same = table::token(entry.fd) == token;
     let is_ours = is_watched(entry.fd);
     entry.fd >= 0 && (kernel.fd >= 0 && (is_ours || !is_same) || kernel.fd < 0 && is_same && !is_ours)
 }
 
-/// Adds the kernel's results. Returns how many entries are ready. `None` if an entry has moved meanwhile, so that
-/// neither side was asked about it.
+/// Adds the kernel's results to `set`. Returns how many entries are ready. `None` if an entry has moved meanwhile, so
+/// that neither the kernel nor the library may have checked it.
 fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_int> {
     let mut ready = 0;
     for ((p, k), token) in set.iter_mut().zip(kernel).zip(tokens) {
@@ -360,9 +364,9 @@ fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_in
     Some(ready)
 }
 
-/// Cuts a count of select() as the kernel does. Fds beyond the process's fd table do not count, and the sets need no
-/// bits for them. (The table has 64 or 128 entries at first, and doubles when it grows. Up to FD_SETSIZE every set has
-/// its bits.)
+/// Returns how many fds select() checks for this `count`, which the kernel bounds by the process's fd table. The
+/// program's sets need no bits for fds beyond the table. (The table has 64 or 128 entries at first, and doubles when it
+/// grows. Up to FD_SETSIZE every set has its bits.)
 fn within_table(count: c_int) -> c_int {
     let mut size = libc::FD_SETSIZE as c_int;
     while size < count && is_in_table(size) {
@@ -371,14 +375,15 @@ fn within_table(count: c_int) -> c_int {
     count.min(size)
 }
 
-/// Whether the kernel's fd table has an entry for `fd`. For an fd that is not open, select() fails with EBADF only if
-/// it does.
+/// Whether the kernel's fd table has an entry for `fd`. If `fd` is not open, select() fails with EBADF only if the
+/// table has the entry.
 fn is_in_table(fd: c_int) -> bool {
     // SAFETY: the call only asks whether the fd is in use.
     if rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok() {
         return true;
     }
-    // In whole words, as the kernel reads them. Without memory the program's own count is taken.
+    // The set has whole words, as the kernel reads them. Without memory for it the result is true, so that the
+    // program's own count is used.
     let Some(mut bits) = scratch::zeroed((fd as usize / 64 + 1) * 8) else {
         return true;
     };
@@ -441,7 +446,7 @@ impl Sets {
     /// # Safety
     /// The sets are null or hold `count` bits.
     pub(crate) unsafe fn has_ours(&self) -> bool {
-        // The program's sets may be shorter than its count says: the kernel does not read beyond its table.
+        // The program's sets may be shorter than its count says, because the kernel does not read beyond its fd table.
         let end = self.count.min(table::highest() + 1);
         // SAFETY: `fd` is below the count, so the sets are null or have its bit, by the contract.
         (0..end.max(0)).any(|fd| unsafe { self.asked(fd) } != 0 && is_ours(fd))

@@ -1,7 +1,7 @@
-//! The present readiness of a socket, under epoll, poll and select.
+//! The present readiness of a socket, for epoll, poll and select.
 //!
-//! A direction on the link is checked by its ring, a direction on TCP by the kernel. While markers may be in flight the
-//! payload counts, not what the kernel reports as readable.
+//! A direction on the link is checked by its ring, a direction on TCP by the kernel. While a direction is scanned for
+//! markers, only payload counts as readable, not all that the kernel reports.
 //!
 //! If several sets or threads of this process wait on a socket, its peer notifies the service thread, which notifies
 //! all of them ([`tell`]).
@@ -35,11 +35,12 @@ pub(crate) enum Arm {
     Always,
 }
 
-/// Returns the socket's readiness: the bits of `events` and those that are always reported (EPOLL*).
+/// Returns what the socket is ready for (EPOLL* bits), in the directions that `events` asks for. An end or an error is
+/// always reported. The result may have bits that `events` does not have.
 pub(crate) fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     progress(socket);
     let mut mask = if socket.has_untold() { ERR } else { 0 };
-    // Read before the directions are checked: an end must not be reported before the data ahead of it.
+    // Read before the directions are checked: an end must not be reported before the data that precedes it.
     let anchor = socket.wakes.anchor.load(Acquire);
     if events & (IN | RDHUP | PRI) != 0 {
         mask |= readable(socket, arm);
@@ -61,11 +62,12 @@ pub(crate) fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
         && !socket.rx_shut.load(Acquire)
         && socket.rx.lock().is_some_and(|rx| rx.behind == Behind::Link);
     let told = if is_early { ENDED & !RDHUP } else { ENDED };
-    // A direction has ended: the kernel reports which.
+    // A direction of TCP has ended, and the kernel reports which one.
     let Some(tx) = socket.tx.lock() else {
         return mask;
     };
-    // Between hosts the kernel's own shutdown() may still be to follow.
+    // Both directions are shut. Between hosts the kernel's own shutdown() may come later, so the kernel may not report
+    // HUP yet.
     if tx.end.is_shut() && socket.rx_shut.load(Acquire) {
         mask |= HUP;
     }
@@ -75,7 +77,7 @@ pub(crate) fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
 /// Returns ERR if the error queue (recvmsg(2)) has an entry, else 0.
 #[cold]
 fn error_queue(socket: &'static Socket) -> u32 {
-    // An entry that comes from now on sets the bit again.
+    // Cleared before the check, so that an entry that comes later sets the bit again.
     socket.wakes.anchor.fetch_and(!ERROR_QUEUE, SeqCst);
     let Some(_tx) = socket.tx.lock() else {
         return 0;
@@ -111,7 +113,7 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         }
     }
     let bits = rx.own.bits;
-    // While `waits` holds, the next bytes on TCP are RESUME.
+    // If `waits` holds, the link may bring more bytes, and the next bytes in TCP are RESUME.
     let waits = rx.behind == Behind::Link;
     let goes_on = rx.behind == Behind::Tcp;
     let Some(consumer) = rx.consumer.as_mut() else {
@@ -124,7 +126,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.wakes.anchor.load(Acquire);
     if !ready && goes_on {
-        // The last bytes have been read since the link has ended: the rest is in TCP, which is checked next.
+        // The ring's last bytes have been read, and the link brings no more. The next bytes are in TCP, which is
+        // checked now.
         drop(rx);
         return match connection::leave_link_at_end(socket) {
             true => readable(socket, arm),
@@ -135,7 +138,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         return if waits && socket.rx_shut.load(Acquire) {
             IN | RDHUP
         } else if !waits && anchor & ENDED != 0 {
-            // An error is over once a call has returned it: the kernel reports whether there still is one.
+            // ERR is left out, because a call may have returned the error since. The kernel reports whether there still
+            // is one.
             IN | anchor & ENDED & !ERR
         } else {
             0
@@ -144,7 +148,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     match consumer.end() {
         Ok(None) => IN,
         Ok(Some(_)) if waits => 0,
-        // The end mark, and no data: once the link is left, the kernel reports what the mark means.
+        // The ring has the end mark and no data. Once the direction has left the link, the kernel reports what the mark
+        // means.
         Ok(Some(_)) => {
             drop(rx);
             if connection::leave_link_at_end(socket) {
@@ -166,7 +171,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
             return if tx::is_above_own_send(socket) {
                 kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
             } else if socket.tx.lock().is_some_and(|tx| tx.end.is_shut()) {
-                // A send fails at once, though the kernel's own shutdown() may still be to follow.
+                // A send fails at once, though the kernel's own shutdown() may come later.
                 OUT
             } else {
                 0
@@ -185,7 +190,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
     }
     if tx.end.is_shut() {
-        // A send fails at once.
+        // A send fails at once, so the direction counts as writable.
         return OUT;
     }
     let bits = tx.own.bits;
@@ -203,19 +208,21 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     0
 }
 
-/// Held while wake-ups are passed on. A thread that gets it next finds that all earlier wake-ups have been passed on.
+/// Held by a thread that passes wake-ups on (`tell`). The thread that gets the lock next finds all earlier wake-ups
+/// passed on.
 static TURN: Lock<()> = Lock::new(());
 
-/// Notifies the waiting sets and threads of all that the link's peer has queued for the service thread. A thread that
-/// checks a set does so first: otherwise data would be there before the set knows of it.
+/// Passes on the wake-ups that the link's peer has queued for the service thread: notifies the sets and threads that
+/// wait for those sockets. A thread that checks a set calls this first. Otherwise it could miss data that has already
+/// come, because the set does not know of it yet.
 pub(crate) fn tell(link: &'static Link) {
-    // In a signal handler above the lock's holder: the holder continues afterwards.
+    // No lock in a signal handler that has interrupted its holder. The holder passes the wake-ups on afterwards.
     let Some(_turn) = TURN.lock() else { return };
     let mut sockets = Vec::new();
     link.drain_ready(SERVICE, |slot, at| sockets.push((at, slot)));
     sockets.sort_by_key(|(at, _)| *at);
     for socket in sockets.into_iter().filter_map(|(_, slot)| socket::by_slot(slot)) {
-        // The sender may wait for a reader that has closed its fd without a hook.
+        // The sender may wait for a reader that has closed its fd without a hook. This check finds such an fd.
         call::look_at_anchor(socket);
         link.judge(readable(socket, Arm::No) != 0);
         rx::relieve(socket, link);

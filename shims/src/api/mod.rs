@@ -1,7 +1,8 @@
-//! The functions of `include/rdmasock.h`, by which a program asks the library itself. Each is one function with the C
-//! ABI.
+//! The functions of `include/rdmasock.h`, for programs that know of the library. Each of them is one function with the
+//! C ABI here.
 //!
-//! As in [`hooks`](crate::hooks), code that blocks or has destructors lies below these, in functions of Rust's own ABI.
+//! As in [`hooks`](crate::hooks), code that blocks or has destructors lies in other functions, which have Rust's own
+//! ABI.
 #![allow(
     clippy::missing_safety_doc,
     reason = "the contract of each function is what the header says of the one with its name"
@@ -30,7 +31,7 @@ use crate::startup::lifecycle;
 use crate::sys::iov::is_plausible;
 use crate::sys::{errno, sockopt};
 
-/// Returns the result of a function to the program: errno is set where it fails, and kept where it does not.
+/// Calls `function` and returns its result to the program. Sets errno if `function` fails, and preserves errno if not.
 #[inline]
 fn result<T: From<i8>>(function: impl FnOnce() -> Result<T, c_int>) -> T {
     let before = errno::get();
@@ -63,7 +64,7 @@ fn is_tcp(fd: c_int) -> Result<(), c_int> {
 
 // `rdmasock_info`: what a connection runs on, and how many bytes it has carried.
 
-/// `RDMASOCK_WAYS`: the number of ways (TCP, shared memory, RDMA).
+/// `RDMASOCK_WAYS`: the number of ways in which bytes move (TCP, shared memory, RDMA).
 const WAYS: usize = 3;
 
 /// `struct rdmasock_info` of `include/rdmasock.h`.
@@ -72,29 +73,29 @@ const WAYS: usize = 3;
 pub struct Info {
     /// Size in bytes: set by the caller to the size of its struct, by the library to the bytes that it has filled.
     pub size: u32,
-    /// The way of the sending direction.
+    /// The way of the sending direction (`enum rdmasock_way`).
     pub sends_by: u32,
-    /// The way of the receiving direction.
+    /// The way of the receiving direction (`enum rdmasock_way`).
     pub receives_by: u32,
-    /// The code of the [`Reason`] for which a direction is on TCP.
+    /// The code of the [`Reason`] for which a direction is on TCP, 0 (`Reason::None`) if neither direction is.
     pub why: u32,
-    /// The code of the [`Reason`] that the peer gave.
+    /// The code of the [`Reason`] that the peer gave when it declined a promotion.
     pub peer_why: u32,
     /// Always 0.
     pub reserved: u32,
-    /// Bytes sent, by way.
+    /// Bytes sent, in total for each way.
     pub sent: [u64; WAYS],
-    /// Bytes received, by way.
+    /// Bytes received, in total for each way.
     pub received: [u64; WAYS],
-    /// Bytes sent past the rings.
+    /// Bytes that direct transfers have sent, past the rings (`data/zero_copy`).
     pub sent_directly: u64,
-    /// Bytes received past the rings.
+    /// Bytes that direct transfers have received, past the rings (`data/zero_copy`).
     pub received_directly: u64,
     /// The text of the reason, ended by a zero byte.
     pub why_text: [u8; 128],
 }
 
-/// The size of the struct's first version: no program passes a smaller one.
+/// The size of the struct's first version, bytes: no program passes a smaller one.
 const FIRST: usize = size_of::<Info>();
 const _: () = assert!(FIRST == 216);
 
@@ -137,7 +138,7 @@ fn info_of(fd: c_int) -> Result<Info, c_int> {
 }
 
 fn is_connected(fd: c_int) -> Result<(), c_int> {
-    // SAFETY: `is_tcp` has found `fd` to be a TCP socket, so it is not -1. The program keeps it open during its call.
+    // SAFETY: the caller has found `fd` to be a TCP socket, so it is not -1. The program keeps it open during its call.
     let peer = rustix::net::getpeername(unsafe { BorrowedFd::borrow_raw(fd) });
     peer.map(drop).map_err(|error| error.raw_os_error())
 }
@@ -223,7 +224,7 @@ fn told(mut info: Info, why: Why) -> Info {
     info
 }
 
-// `rdmasock_prefer`: a program says what a connection is to run on.
+// `rdmasock_prefer`: a program chooses what a connection runs on.
 
 /// The value of `RDMASOCK_TCP`.
 const TCP: c_int = 0;
@@ -253,7 +254,8 @@ fn set_preference(fd: c_int, way: c_int) -> Result<(), c_int> {
         }
         Entry::Socket(socket) => hurry(socket),
         Entry::Listener(listener) => {
-            // For connections accepted from now on. This end cannot ask for links, since the connector does.
+            // Applies to connections that are accepted from now on. This end cannot ask for links, because only
+            // connectors do.
             listener.keeps_on_tcp.store(stays, Relaxed);
             Ok(())
         }
@@ -301,8 +303,8 @@ fn hurry(socket: &'static Socket) -> Result<(), c_int> {
 
 // `rdmasock_view` and `rdmasock_release`: receiving without a copy.
 
-/// Implements `rdmasock_view`: fills `pieces` and `*count` with the places of the next received bytes. Returns the
-/// number of those bytes, or -1 with errno.
+/// Implements `rdmasock_view`: stores where the next received bytes lie in `pieces`, and the number of pieces in
+/// `*count`. Returns the number of those bytes, or -1 with errno.
 pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
     if !is_plausible(pieces) || !is_plausible(count) {
         return errno::fail(libc::EFAULT);
@@ -332,7 +334,7 @@ pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, 
     })
 }
 
-// Not inlined: the forced unwind of pthread_cancel runs destructors in the functions below (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in functions that this one calls (see `hooks`).
 #[inline(never)]
 fn look(fd: c_int, most: usize, flags: c_int) -> Result<(rx::Pieces, usize), c_int> {
     match within(|| call::connection(fd)) {
@@ -349,7 +351,8 @@ fn why_not(fd: c_int) -> c_int {
     }
 }
 
-/// Implements `rdmasock_release`: receives the first `n` bytes of the view of `fd`. Returns 0, or -1 with errno.
+/// Implements `rdmasock_release`: counts the first `n` bytes of the view of `fd` as received. Returns 0, or -1 with
+/// errno.
 pub unsafe extern "C" fn release(fd: c_int, n: usize) -> c_int {
     let released = || match call::connection(fd) {
         Some(socket) => rx::release(socket, n),

@@ -1,4 +1,4 @@
-//! errno, which belongs to the program: a call sets it only where it fails.
+//! Reads and sets errno. The program reads it too, so a hook sets it only if its call fails.
 
 use std::ffi::c_int;
 
@@ -23,8 +23,8 @@ pub(crate) fn fail<T: From<i8>>(value: c_int) -> T {
     T::from(-1)
 }
 
-/// Returns the result of a call that has moved `done` bytes and is ended by `error`: `done`, or if that is 0, -1 with
-/// errno.
+/// Returns the result of a call that `error` has ended after `done` bytes: `done`, or if that is 0, -1 with errno set
+/// to `error`.
 #[inline]
 pub(crate) fn after(done: usize, error: c_int) -> libc::ssize_t {
     if done > 0 { done as libc::ssize_t } else { fail(error) }

@@ -1,7 +1,7 @@
 //! The table of the hooked functions.
 //!
-//! A row is a hook: a function of `hooks`, in the module that its group names, with libc's functions that it stands in
-//! front of, and the system calls that it serves:
+//! A row is a hook: a function of `hooks`, in the module that its group names. The row lists the symbols of libc that
+//! the hook replaces, and the numbers of the system calls that it serves:
 //!
 //! ```text
 //! MODULE with LIBC {
@@ -9,11 +9,12 @@
 //! }
 //! ```
 //!
-//! Three places use it: `sys/real.rs` finds libc's functions, `preload/src/hooks.rs` exports the symbols, and
-//! `hooks/syscall.rs` serves the numbers, each in the `WAY` that is a function there. `LIBC` is the module whose
-//! functions of the symbols' names the hooks get: `real`, or `environment`, whose functions add to the environment.
+//! Three files use the table: `sys/real.rs` finds libc's functions, `preload/src/hooks.rs` exports the symbols, and
+//! `hooks/syscall.rs` serves the numbers. `WAY` is the function in `hooks/syscall.rs` by which a number is served.
+//! `LIBC` is the module from which the hook gets the function with the symbol's name: `real`, or `environment`, whose
+//! functions call libc with a completed environment.
 
-/// Calls the macro `$with` with the words behind its name, then the table.
+/// Calls the macro `$with`. Its arguments are the words that follow its name here, then the table.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! hooked {
@@ -43,7 +44,7 @@ macro_rules! hooked {
         send(fd: c_int, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t: send, __send;
         sendto(fd: c_int, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr,
             address_len: socklen_t) -> ssize_t: sendto | waits_on SYS_sendto;
-        // By number on any socket: the message may pass on the fd of a connection.
+        // The number is served on any socket, because the message may pass on the fd of a connection.
         sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t: sendmsg | waits SYS_sendmsg;
         sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int:
             sendmmsg | waits SYS_sendmmsg;
@@ -53,8 +54,7 @@ macro_rules! hooked {
             flags: c_uint) -> ssize_t: splice | waits SYS_splice;
     }
 
-    // The calls that hand a descriptor to I/O inside libc. `dprintf` is variadic, and so in
-    // `preload/src/variadic.rs`.
+    // The calls that hand a descriptor to I/O inside libc. `preload/src/variadic.rs` has `dprintf`, which is variadic.
     io with real {
         fdopen(fd: c_int, mode: *const c_char) -> *mut FILE: fdopen;
         // A `va_list` argument is passed as a pointer.
@@ -119,7 +119,7 @@ macro_rules! hooked {
         ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int: ioctl | direct SYS_ioctl;
     }
 
-    // The calls that only make a descriptor. It gets the lowest free number.
+    // The calls that only make a descriptor. They are hooked so that it gets the lowest free number.
     fd with real {
         // Variadic in C, with at most one more argument, as is `openat`.
         open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int:
@@ -150,8 +150,8 @@ macro_rules! hooked {
         // From glibc 2.34 on.
         execveat(dir: c_int, path: *const c_char, argv: *const *const c_char, envp: *const *const c_char,
             flags: c_int) -> c_int: execveat | owns SYS_execveat;
-        // Two symbol versions: `dlsym` finds the default one (2.15 on x86-64), not the old one that tried `/bin/sh` on
-        // `ENOEXEC`.
+        // libc has each symbol in two versions. `dlsym` finds the default one (2.15 on x86-64), not the older one,
+        // which tries `/bin/sh` on `ENOEXEC`.
         posix_spawn(pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t,
             attributes: *const posix_spawnattr_t, argv: *const *mut c_char, envp: *const *mut c_char) -> c_int:
             posix_spawn, posix_spawnp;
@@ -167,20 +167,20 @@ macro_rules! hooked {
         fork() -> pid_t: fork;
         // Fork without the handlers of `pthread_atfork`, from glibc 2.34 on.
         fork_bare() -> pid_t: _Fork;
-        // The last three are variable arguments in C.
+        // In C, `clone` is variadic from `parent` on.
         clone(function: Option<unsafe extern "C" fn(*mut c_void) -> c_int>, stack: *mut c_void, flags: c_int,
             argument: *mut c_void, parent: *mut pid_t, storage: *mut c_void, child: *mut pid_t) -> c_int:
             clone, __clone;
-        // These do not return.
+        // `_exit`, `_Exit` and `quick_exit` do not return.
         exit_now(status: c_int) -> (): _exit, _Exit;
         quick_exit(status: c_int) -> (): quick_exit;
-        // Variadic in C.
+        // `prctl` is variadic in C.
         prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int: prctl | owns SYS_prctl;
         unshare(flags: c_int) -> c_int: unshare | owns SYS_unshare;
         setns(fd: c_int, kind: c_int) -> c_int: setns | owns SYS_setns;
     }
 
-    // A system call without a function in libc.
+    // `seccomp` has no function in libc, only a number.
     process with nothing {
         seccomp(operation: c_uint, flags: c_uint, argument: *mut c_void) -> c_int: | owns SYS_seccomp;
     }

@@ -1,12 +1,12 @@
 //! Checks whether an fd still stands for the kernel's socket that it was created for. A program can close an fd where
-//! no hook sees it: by a system call of its own, by io_uring, in libc's stdio. The kernel then gives the fd to the next
+//! no hook sees it: by an inline system call, by io_uring, in libc's stdio. The kernel then gives the fd to the next
 //! file, and bytes for that file must not reach the connection.
 //!
-//! The kernel's socket is known by its cookie (SO_COOKIE, socket(7)), which the kernel gives to no other socket.
+//! The kernel's socket is identified by its cookie (SO_COOKIE, socket(7)), which the kernel gives to no other socket.
 //! Reading the cookie is a system call. So the hot path reads it only if the kernel's clock has
 //! [ticked](crate::sys::time::tick) since the last check. A tick comes every 1 to 10 ms (4 ms on Debian). A server of
-//! 50 connections at a million requests a second uses each connection every 50 us. A check at each use would make it a
-//! third as fast.
+//! 50 connections at a million requests a second uses each connection every 50 us. With a check at each use it would
+//! serve a third of the requests.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use crate::sys::sockopt;
 
-/// The constant is not among libc's (asm-generic/socket.h).
+/// The option that reads a socket's cookie (asm-generic/socket.h).
 const SO_COOKIE: c_int = 57;
 
 /// The cookie of the kernel's socket behind an object's fds; 0 means unknown.
@@ -25,8 +25,8 @@ const SO_COOKIE: c_int = 57;
 pub struct Cookie(AtomicU64);
 
 impl Cookie {
-    /// Stores the cookie of the socket behind `fd`. If the kernel does not return it (before Linux 4.12, or a filter
-    /// forbids the call), no fd is doubted.
+    /// Stores the cookie of the socket behind `fd`. The kernel may not return it: before Linux 4.12, or if a seccomp
+    /// filter forbids the call. In that case `is_behind` returns true for every fd.
     pub fn record(&self, fd: BorrowedFd<'_>) {
         self.0.store(ask(fd).unwrap_or(None).unwrap_or(0), Release);
     }
@@ -36,16 +36,16 @@ impl Cookie {
         self.0.store(0, Release);
     }
 
-    /// Returns whether `fd` stands for the socket.
+    /// Returns whether `fd` stands for the socket of the stored cookie.
     pub fn is_behind(&self, fd: BorrowedFd<'_>) -> bool {
         let known = self.0.load(Acquire);
-        // A filter that no hook has seen may forbid the call. Then the fd is taken as unchanged.
+        // A seccomp filter that no hook has seen may forbid getsockopt(2). In that case `fd` counts as unchanged.
         known == 0 || ask(fd).is_none_or(|cookie| cookie == Some(known))
     }
 }
 
 /// Returns the cookie of the socket behind `fd`, or `Some(None)` if `fd` is no socket. `None` if the kernel does not
-/// tell.
+/// report it.
 fn ask(fd: BorrowedFd<'_>) -> Option<Option<u64>> {
     match sockopt::bytes(fd, (libc::SOL_SOCKET, SO_COOKIE)) {
         Ok((cookie, _)) => Some(Some(u64::from_ne_bytes(cookie))),
@@ -54,8 +54,8 @@ fn ask(fd: BorrowedFd<'_>) -> Option<Option<u64>> {
     }
 }
 
-/// The tick at which an fd was last seen to stand for the socket, and that fd. Threads share it without a lock; two
-/// threads that find a check due at once may both make it.
+/// The last check that an fd stands for the socket: its tick and the fd. Threads share the value without a lock. If two
+/// threads find a check due at the same time, both may make it.
 #[derive(Default)]
 pub struct Seen {
     /// The tick, with the fd in its low bits.
@@ -63,13 +63,13 @@ pub struct Seen {
 }
 
 impl Seen {
-    /// Returns whether `fd` has to be checked again. Once this has returned true, `fd` counts as checked.
+    /// Returns whether the caller has to check `fd`. If so, records `fd` as checked at the present tick.
     #[inline]
     pub fn is_due(&self, fd: c_int) -> bool {
         self.is_due_at(fd, crate::sys::time::tick())
     }
 
-    /// Does what [`is_due`](Self::is_due) does, at a [tick](crate::sys::time::tick) that has just been read.
+    /// Does what [`is_due`](Self::is_due) does, for a [tick](crate::sys::time::tick) that the caller has just read.
     #[inline]
     pub fn is_due_at(&self, fd: c_int, tick: u64) -> bool {
         let due = !self.is_at(fd, tick);
@@ -90,7 +90,8 @@ impl Seen {
         self.at.store(at(tick, fd), Relaxed);
     }
 
-    /// Returns the [tick](crate::sys::time::tick) of the last check, to within 4 us; 0 if that is forgotten.
+    /// Returns the [tick](crate::sys::time::tick) of the last check, rounded down to a multiple of 4,096 ns; 0 if there
+    /// is none.
     #[inline]
     pub fn tick(&self) -> u64 {
         self.at.load(Relaxed) & !FD_MASK
@@ -107,7 +108,8 @@ fn at(tick: u64, fd: c_int) -> u64 {
     tick & !FD_MASK | fd as u64 & FD_MASK
 }
 
-/// The bits of a time in ns that hold the fd. Two fds that differ by a multiple of 4,096 are taken for one.
+/// The low bits of a tick in ns, which `at` replaces by the fd. Two fds that differ by a multiple of 4,096 count as the
+/// same.
 const FD_MASK: u64 = 0xfff;
 
 #[cfg(test)]
@@ -145,7 +147,7 @@ mod tests {
         });
     }
 
-    /// Makes a system call of this thread fail from now on, by a filter that no hook sees.
+    /// Makes a system call of this thread fail from here on, by a filter that no hook sees.
     fn refuse(number: libc::c_long, error: c_int) {
         let instruction = |code: u32, jf: u8, k: u32| libc::sock_filter {
             code: code as u16,

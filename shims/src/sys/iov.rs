@@ -1,7 +1,7 @@
-//! The program's buffers, as one byte sequence to copy from or into.
+//! A cursor that treats the buffers of a program's call as one byte sequence, to copy from or into.
 //!
-//! The memory is the program's, so it is only ever touched through raw pointers. A bad address faults here as it would
-//! in the program's own memcpy.
+//! The memory is the program's, so this code accesses it only through raw pointers. A bad address faults here as it
+//! would in the program's own memcpy.
 
 use std::ffi::{c_int, c_void};
 
@@ -14,20 +14,20 @@ pub(crate) const MAX: usize = 1024;
 const LOWEST: usize = 65_536;
 const HIGHEST: usize = 1 << 56;
 
-/// Returns whether there can be memory at an address that the program has given.
+/// Returns whether the program can have memory at the address `ptr`, which it has passed.
 #[inline]
 pub(crate) fn is_plausible<T>(ptr: *const T) -> bool {
     (LOWEST..HIGHEST).contains(&(ptr as usize))
 }
 
-/// Returns whether no memory can have this length, because it exceeds SSIZE_MAX, as a length of -1 does. read(2) and
-/// write(2) fail then; send(2) sends as much as it can at a time.
+/// Returns whether a length exceeds SSIZE_MAX, as -1 does. No buffer is that long. With such a length read(2) and
+/// write(2) fail, and send(2) cuts it to `LONGEST`.
 #[inline]
 pub(crate) fn is_no_length(len: usize) -> bool {
     len > isize::MAX as usize
 }
 
-/// Returns the value behind a pointer that the program has given; `None` if no memory can be there.
+/// Returns the value behind a pointer that the program has passed; `None` if no memory can be there.
 ///
 /// # Safety
 /// `ptr` is valid, or an address where no memory can be.
@@ -36,13 +36,13 @@ pub(crate) unsafe fn plausible<'a, T>(ptr: *const T) -> Option<&'a T> {
     is_plausible(ptr).then(|| unsafe { &*ptr })
 }
 
-/// A cursor over the pieces.
+/// A cursor over the pieces, which are the program's buffers in their order.
 #[derive(Clone, Copy)]
 pub(crate) struct Iov {
-    /// The rest of the piece that the cursor is in: its address and its bytes.
+    /// The rest of the piece that the cursor is in: its address and its length in bytes.
     base: *mut u8,
     here: usize,
-    /// Bytes left in all pieces.
+    /// The number of bytes left in all pieces.
     left: usize,
     /// The pieces that follow, and their number.
     next: *const iovec,
@@ -68,7 +68,7 @@ impl Iov {
     /// Returns a cursor over an array of buffers; `None` where the kernel answers EINVAL, EMSGSIZE or EFAULT.
     ///
     /// # Safety
-    /// `pieces` is an array of `count` readable entries for as long as the value is used.
+    /// `pieces` is an array of `count` readable entries for as long as the returned value is used.
     pub(crate) unsafe fn many(pieces: *const iovec, count: usize) -> Option<Self> {
         if count > MAX || (count > 0 && !is_plausible(pieces)) {
             return None;
@@ -91,7 +91,8 @@ impl Iov {
         })
     }
 
-    /// Does what [`Self::many`] does, for readv(2) and its kin.
+    /// Does what [`Self::many`] does, for the signed `count` of readv(2) and writev(2). `None` also for a negative
+    /// `count`.
     ///
     /// # Safety
     /// As for [`Self::many`].
@@ -101,21 +102,21 @@ impl Iov {
         unsafe { Self::many(pieces, count) }
     }
 
-    /// Returns the bytes left.
+    /// Returns the number of bytes left.
     #[inline]
     #[allow(clippy::len_without_is_empty, reason = "a cursor, not a collection")]
     pub(crate) fn len(&self) -> usize {
         self.left
     }
 
-    /// Returns the address and the length of the bytes left, if they are one piece.
+    /// Returns the address and the length of the bytes left, if they are one piece; otherwise `None`.
     #[inline(always)]
     pub(crate) fn only(&self) -> Option<(*mut u8, usize)> {
         (self.here == self.left).then_some((self.base, self.left))
     }
 
-    /// Returns whether the next piece is where no memory can be, for which the kernel answers EFAULT. Any other bad
-    /// address faults as it would in the program's own code.
+    /// Returns whether the next piece lies where no memory can be; the kernel fails with EFAULT for such a piece. Any
+    /// other bad address faults as it would in the program's own code.
     #[inline]
     pub(crate) fn is_implausible(&mut self) -> bool {
         let (base, len) = self.head();
@@ -131,7 +132,7 @@ impl Iov {
         (self.base, self.here.min(self.left))
     }
 
-    /// Moves on to the next piece that is not empty, if there is one.
+    /// Moves the cursor to the next piece that is not empty, if there is one.
     fn enter_next(&mut self) {
         while self.here == 0 && self.others > 0 {
             // SAFETY: `others` counts at least one more entry, and the array is readable by `many`'s contract.
@@ -155,7 +156,7 @@ impl Iov {
         }
     }
 
-    /// Moves the cursor on, within the current piece.
+    /// Moves the cursor on by `n` bytes, at most to the end of the current piece.
     #[inline]
     pub(crate) fn advance(&mut self, n: usize) {
         let n = n.min(self.here).min(self.left);
@@ -164,7 +165,7 @@ impl Iov {
         self.left -= n;
     }
 
-    /// Copies from the pieces to `to`, at most `len` bytes. Returns the number of bytes.
+    /// Copies at most `len` bytes from the pieces to `to`. Returns the number of copied bytes.
     ///
     /// # Safety
     /// `to` is writable for `len` bytes.
@@ -177,7 +178,7 @@ impl Iov {
         })
     }
 
-    /// Copies into the pieces from `from`, at most `len` bytes. Returns the number of bytes.
+    /// Copies at most `len` bytes from `from` into the pieces. Returns the number of copied bytes.
     ///
     /// # Safety
     /// `from` is readable for `len` bytes.
@@ -190,8 +191,8 @@ impl Iov {
         })
     }
 
-    /// Moves the cursor on by `len` bytes, or to the end, and returns the number of bytes. Calls `copy` for each piece
-    /// on the way, with its address, the bytes before it, and its length.
+    /// Moves the cursor on by `len` bytes, or to the end. Returns the number of passed bytes. Calls `copy` for each
+    /// piece on the way, with its address, the number of bytes passed before it, and its length.
     #[inline]
     pub(crate) fn walk(&mut self, len: usize, mut copy: impl FnMut(*mut u8, usize, usize)) -> usize {
         let mut done = 0;

@@ -1,5 +1,5 @@
-//! Points in the wake-up code at which a test can hold threads up (`tests/tests/wakes.rs`). Without the feature
-//! `points`, and so in every library that is used, a point compiles to nothing.
+//! Points in the wake-up code at which a test can delay threads (`tests/tests/wakes.rs`). A point compiles to nothing
+//! without the feature `points`, which no installed library has.
 
 /// Names a place between two steps: `point!("poll: asleep soon")`.
 macro_rules! point {
@@ -24,21 +24,22 @@ mod held {
     use rdmasock_core::os::privatefd::PrivateFd;
     use rustix::fs::{Mode, OFlags};
 
-    /// The variable with the name of the point at which threads are held up.
+    /// The environment variable with the name of the point at which threads are delayed.
     const HOLD: &CStr = c"POINT_TO_HOLD";
-    /// The variable with the path of a file, to which the name of each point is added that a thread reaches.
+    /// The environment variable with the path of a file. The name of each point that a thread reaches is appended to
+    /// it, once.
     const REACHED: &CStr = c"POINTS_REACHED";
 
-    /// How long a thread is held up, ns: longer than a promotion takes.
+    /// The delay of a thread, ns: longer than a promotion takes.
     const HOW_LONG: i64 = 10_000_000;
-    /// The first `AT_FIRST` arrivals at a point are held up, then each `NOW_AND_THEN`th arrival. From the `AT_MOST`th
-    /// on, none is.
+    /// The first `AT_FIRST` arrivals at a point are delayed, and later each `NOW_AND_THEN`th. From the `AT_MOST`th on,
+    /// no arrival is delayed.
     const AT_FIRST: u32 = 8;
     const NOW_AND_THEN: u32 = 5;
     const AT_MOST: u32 = 160;
 
-    /// Holds the calling thread up at the point `name`, if the environment says so. `times` counts how often threads of
-    /// this process have reached the point. Preserves errno.
+    /// Delays the calling thread if `name` is the point in `HOLD`. `times` counts how often threads of this process
+    /// have reached the point. Preserves errno.
     pub(crate) fn reach(name: &str, times: &AtomicU32) {
         let errno = crate::sys::errno::get();
         let time = times.fetch_add(1, Relaxed);
@@ -60,8 +61,8 @@ mod held {
     fn variable(name: &CStr) -> Option<&'static CStr> {
         // SAFETY: the name ends in a NUL, and the programs under test do not change their environment.
         let value = unsafe { libc::getenv(name.as_ptr()) };
-        // SAFETY: null, or a string that stays as it is, because the programs under test do not change their
-        // environment.
+        // SAFETY: `value` is not null, so it is a string. It stays as it is, because the programs under test do not
+        // change their environment.
         (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) })
     }
 }

@@ -1,18 +1,19 @@
 //! libc's own versions of the functions that `preload/` exports under the same names. The table in `hooked.rs` has
-//! their types. libc's `dlsym(RTLD_NEXT)` finds them, and is itself found in libc's ELF tables.
+//! their types. libc's `dlsym(RTLD_NEXT)` finds them. `dlsym` itself is found in libc's ELF tables.
 //!
-//! `real::recv()` is libc's `recv`. The table is for the pass-through of hooks, and for blocking calls of the shims
-//! that have to stay cancellation points. The shims' other I/O goes through `rustix`, whose raw system calls never
-//! enter the hooks.
+//! `real::recv()` is libc's `recv`. A hook calls these functions to pass a call through. The shims call them for
+//! blocking calls that have to stay cancellation points. The shims' other I/O goes through `rustix`, whose raw system
+//! calls never enter the hooks.
 //!
-//! redhook's `real!` does not serve here. It initialises with `std::sync::Once`, which hangs when a signal handler or a
-//! child forked in the middle enters it again. It also panics where libc lacks the symbol. Here a lookup is one relaxed
-//! load, and a symbol that libc lacks fails with `ENOSYS`.
+//! redhook's `real!` does not serve here. It initialises with `std::sync::Once`. If a signal or a fork interrupts the
+//! initialisation, a handler or child that enters the `Once` again hangs. `real!` also panics if libc lacks the symbol.
+//! In this file a lookup is one relaxed load, and a function that libc lacks fails with `ENOSYS`.
 //!
-//! There are two ways to call what the table gives:
-//! - `real(…)` as the last thing that a pass-through does. The call becomes a jump, and the hook costs next to nothing.
-//!   After a system call, x86-64 mispredicts the return of each further frame, at about 8 ns.
-//! - [`real.cancellable()(…)`](Cancellable) for a call that can block anywhere else.
+//! There are two ways to call a function of this file:
+//! - `real(…)`, as the last action of a hook that passes through. The call becomes a jump, and the hook costs next to
+//!   nothing. After a system call, x86-64 processors mispredict the return from each further frame, which costs about 8
+//!   ns.
+//! - [`real.cancellable()(…)`](Cancellable), at any other place, for a call that can block.
 
 use core::ffi::CStr;
 use core::slice;
@@ -24,7 +25,7 @@ use libc::{
     sigevent, sighandler_t, sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
 
-/// A symbol of libc, looked up at first use and kept.
+/// A symbol of libc. Its address is looked up at first use, and kept.
 struct Symbol {
     name: &'static CStr,
     address: AtomicPtr<c_void>,
@@ -45,8 +46,8 @@ impl Symbol {
 
     /// Looks the symbol up and returns its address; null if libc lacks it.
     ///
-    /// `extern "C"`, because a function that may unwind would leave redhook's `catch_unwind` in the hooks of an
-    /// unoptimised build, and with it the abort on `pthread_cancel`.
+    /// The function is `extern "C"`, which cannot unwind. Because of a function that may unwind, an unoptimised build
+    /// would keep redhook's `catch_unwind` in the hooks. `pthread_cancel` would then abort the process.
     ///
     /// A failure is not kept: the library that has the symbol (librt before glibc 2.34) may be loaded later.
     #[cold]
@@ -69,7 +70,7 @@ impl Symbol {
     }
 }
 
-/// A type of result whose function reports a failure in errno.
+/// A result type of libc functions that report a failure in errno.
 pub trait Failure {
     /// The value that means "see errno".
     const FAILURE: Self;
@@ -100,19 +101,19 @@ impl Failure for () {
     const FAILURE: Self = ();
 }
 
-/// The type of a function, with a stand-in that fails with `ENOSYS` where libc has none.
+/// The type of a libc function. `ABSENT` is called in place of a function that libc lacks: it fails with `ENOSYS`.
 trait Absent {
     const ABSENT: Self;
 }
 
-/// The type of a function of libc, as `extern "C"`.
+/// The type of a libc function, as `extern "C"`.
 pub trait Cancellable {
     /// The type of the same function as `extern "C-unwind"`.
     type Unwinding;
 
-    /// Returns the same function, for a call that can block and is not the last thing that the caller does. The forced
-    /// unwind of `pthread_cancel` then runs the destructors of the frames that it passes. An `extern "C"` call in a
-    /// function that has any would abort the process.
+    /// Returns the same function, for a call that can block and is not the last action of the caller. The forced unwind
+    /// of `pthread_cancel` then runs the destructors of the frames that it passes. If the call were `extern "C"`, and
+    /// its caller had a destructor, the unwind would abort the process.
     fn cancellable(self) -> Self::Unwinding;
 }
 
@@ -150,8 +151,8 @@ arity!(A B C D E);
 arity!(A B C D E F);
 arity!(A B C D E F G);
 
-/// Defines the functions of the table (`hooked.rs`): a type for each row, and for each symbol a function that returns
-/// libc's.
+/// Defines a type for each row of the table (`hooked.rs`), and for each symbol a function that returns libc's function
+/// for it.
 macro_rules! functions {
     ($($module:ident with $libc:ident {$(
         $name:ident $arguments:tt -> $result:ty: $($symbol:ident),* $(| $way:ident $number:ident)*;
@@ -168,8 +169,8 @@ macro_rules! functions {
                 pub fn $symbol() -> $name {
                     static SYMBOL: Symbol = Symbol::new(concat!(stringify!($symbol), "\0"));
 
-                    // Relaxed is enough: the code at the address was there before any code of this library ran, and
-                    // every thread that looks it up finds the same address.
+                    // Relaxed is enough: every thread that looks the symbol up finds the same address, and the code
+                    // there does not change.
                     let mut address = SYMBOL.address.load(Ordering::Relaxed);
                     if address.is_null() {
                         address = SYMBOL.resolve();
@@ -184,7 +185,7 @@ macro_rules! functions {
             )*
         )*)*
 
-        /// Looks up every function, so that no hook has to do it later in a signal handler or a fork child, where
+        /// Looks up every function. Otherwise a hook might have to do so in a signal handler or a fork child, where
         /// `dlsym` is not allowed.
         pub fn resolve_all() {
             $($($( $symbol(); )*)*)*
@@ -195,22 +196,22 @@ macro_rules! functions {
 /// `Lmid_t` of dlfcn.h: a namespace of loaded objects.
 pub type Lmid = c_long;
 
-// The functions whose hooks are not rows of the table.
+// The functions that are hooked without a row in `hooked.rs`.
 crate::hooked! { functions
     preload with real {
         dlopen(path: *const c_char, flags: c_int) -> *mut c_void: dlopen;
         dlmopen(namespace: Lmid, path: *const c_char, flags: c_int) -> *mut c_void: dlmopen;
         dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void: dlsym;
         dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void: dlvsym;
-        // These do not return.
+        // The `longjmp` functions do not return.
         longjmp(environment: *mut c_void, value: c_int) -> (): longjmp, _longjmp, siglongjmp, __longjmp_chk;
         // Variadic in C.
         syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long: syscall;
     }
 }
 
-// The symbols of loaded objects, read from their ELF tables. The library hooks `dlsym`, so it cannot find libc's
-// `dlsym` by `dlsym`. Nor does `dlsym` tell which function an address is.
+// Finds functions in the ELF tables of loaded objects. The library hooks `dlsym`, so it cannot find libc's `dlsym` by
+// `dlsym`. Nor does `dlsym` report whether an address belongs to glibc's function.
 
 /// An entry of the dynamic section.
 #[repr(C)]
@@ -223,20 +224,20 @@ const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
-/// The value of `st_info & 15` of a function.
+/// The value of `st_info & 15` for a function.
 const STT_FUNC: u8 = 2;
 /// A bit in DT_VERSYM: the symbol is not the default version of its name.
 const HIDDEN: u16 = 0x8000;
 
-/// A loaded object.
+/// A loaded ELF object: the program or a shared library.
 pub struct Object<'a> {
     base: usize,
     headers: &'a [Elf64_Phdr],
     path: &'a CStr,
 }
 
-/// Calls `visit` with the objects of this namespace in the order in which they were loaded. Returns the first value
-/// that `visit` returns, `None` if there is none. Allocates nothing. `visit` must not load or unload objects.
+/// Calls `visit` with each object of this namespace, in the order in which they were loaded, until it returns `Some`.
+/// Returns that value; `None` if there is none. Allocates nothing. `visit` must not load or unload objects.
 pub fn find<T, V: FnMut(&Object) -> Option<T>>(visit: V) -> Option<T> {
     unsafe extern "C" fn each<T, V: FnMut(&Object) -> Option<T>>(
         info: *mut dl_phdr_info,
@@ -246,7 +247,8 @@ pub fn find<T, V: FnMut(&Object) -> Option<T>>(visit: V) -> Option<T> {
         // SAFETY: `state` is the pair that `find` passes to dl_iterate_phdr, which calls this only while `find` waits
         // for it.
         let (visit, found) = unsafe { &mut *state.cast::<(V, Option<T>)>() };
-        // SAFETY: the dynamic linker's own entry, which it keeps during the call; its headers and path stay with it.
+        // SAFETY: `info` is the dynamic linker's entry, which it keeps during this call, with the object's headers and
+        // path.
         let object = unsafe {
             Object {
                 base: (*info).dlpi_addr as usize,
@@ -258,13 +260,13 @@ pub fn find<T, V: FnMut(&Object) -> Option<T>>(visit: V) -> Option<T> {
         found.is_some().into()
     }
     let mut state = (visit, None);
-    // SAFETY: `each` takes the state as the pair that it is, and the pair outlives the call.
+    // SAFETY: `each` gets a pointer to `state` with the type that it expects, and `state` outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(each::<T, V>), (&raw mut state).cast()) };
     state.1
 }
 
 impl Object<'_> {
-    /// Returns whether the address lies in the object.
+    /// Returns whether the address lies in one of the object's loaded segments.
     pub fn contains(&self, address: usize) -> bool {
         self.headers.iter().any(|h| {
             let start = self.base.wrapping_add(h.p_vaddr as usize);
@@ -292,7 +294,7 @@ impl Object<'_> {
         let dynamic = self.headers.iter().find(|h| h.p_type == libc::PT_DYNAMIC)?;
         let [mut names, mut symbols, mut hashes, mut versions] = [0; 4];
         let mut entry = self.base.wrapping_add(dynamic.p_vaddr as usize) as *const Dynamic;
-        // SAFETY: the dynamic section of a loaded object, which ends in a tag of 0.
+        // SAFETY: `entry` is in the dynamic section of a loaded object, which ends in a tag of 0.
         while let Dynamic { tag: 1.., value } = *unsafe { &*entry } {
             // SAFETY: as above.
             let place = match unsafe { (*entry).tag } {
@@ -302,7 +304,7 @@ impl Object<'_> {
                 DT_VERSYM => &mut versions,
                 _ => &mut 0,
             };
-            // glibc relocates these addresses in place, but not in the vDSO's table.
+            // glibc has added `base` to these addresses, except in the vDSO's dynamic section.
             *place = if value < self.base { value + self.base } else { value };
             // SAFETY: as above.
             entry = unsafe { entry.add(1) };
@@ -315,10 +317,11 @@ impl Object<'_> {
             .iter()
             .fold(5381u32, |hash, byte| hash.wrapping_mul(33).wrapping_add((*byte).into()));
         let word = |at: usize| -> u32 {
-            // SAFETY: a word of the hash table, within the table's own counts.
+            // SAFETY: `at` is within the hash table, by the counts in the table itself.
             unsafe { *(hashes as *const u32).add(at) }
         };
-        // Four words, the Bloom filter in 64-bit words, the buckets, then a chain word for each symbol from `first` on.
+        // The hash table has a header of four words, the Bloom filter in 64-bit words, and the buckets. Then comes a
+        // chain word for each symbol from `first` on.
         let [count, first, bloom] = [word(0), word(1), word(2)].map(|word| word as usize);
         let buckets = 4 + 2 * bloom;
         let mut index = word(buckets + hash.checked_rem(count as u32)? as usize) as usize;

@@ -1,5 +1,5 @@
-//! Every object of a kind that this process has made. A fork child needs them all, whether or not an fd leads to them.
-//! It repairs the objects that another thread of its parent was about to change.
+//! Lists all objects of one type that the process has made. A fork child needs the whole list, because not every object
+//! can be found by an fd. The child repairs the objects that another thread of its parent was changing at the fork.
 
 use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -9,7 +9,7 @@ struct Node<T: 'static> {
     before: *const Node<T>,
 }
 
-/// A list of objects that only grows. Adding one never waits.
+/// A list of objects that only grows. Adding an object never blocks.
 pub(crate) struct Registry<T: 'static> {
     last: AtomicPtr<Node<T>>,
 }
@@ -22,7 +22,7 @@ impl<T: Sync> Registry<T> {
         }
     }
 
-    /// Keeps an object for good.
+    /// Adds an object, which is never freed. Returns a reference to it.
     pub(crate) fn add(&self, object: T) -> &'static T {
         let mut before = self.last.load(Relaxed);
         let node = Box::leak(Box::new(Node { object, before }));
@@ -37,7 +37,7 @@ impl<T: Sync> Registry<T> {
     pub(crate) fn all(&self) -> impl Iterator<Item = &'static T> + use<T> {
         let mut next = self.last.load(Acquire).cast_const();
         std::iter::from_fn(move || {
-            // SAFETY: null, or a node, which is never freed and never changed once it is on the list.
+            // SAFETY: `next` is null or a node on the list. A node on the list is never freed and never changed.
             let node = unsafe { next.as_ref() }?;
             next = node.before;
             Some(&node.object)

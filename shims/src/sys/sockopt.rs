@@ -1,5 +1,5 @@
-//! Socket options as the kernel has them, by raw system calls, so that no hook is entered. [`Keepalive`] has the
-//! program's keepalive settings while the kernel has the library's.
+//! Reads and sets socket options by raw system calls, so that no hook is entered. [`Keepalive`] keeps the program's
+//! keepalive settings while the kernel's socket has the library's.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -10,10 +10,10 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::kernel;
 use rustix::io::Errno;
 
-/// Level and name.
+/// An option's level and name, as in setsockopt(2).
 pub(crate) type Name = (c_int, c_int);
 
-/// Returns the value of an option that is an int; `None` where the kernel has no such option.
+/// Returns the value of an int option; `None` if getsockopt(2) fails, as for an option that the kernel does not know.
 pub(crate) fn get(fd: BorrowedFd<'_>, name: Name) -> Option<c_int> {
     bytes(fd, name).ok().map(|(value, _)| c_int::from_ne_bytes(value))
 }
@@ -43,7 +43,7 @@ pub(crate) fn device(fd: BorrowedFd<'_>) -> Option<u32> {
     (len == 0).then_some(0)
 }
 
-/// Returns whether TCP's peer may still send: the peer has not ended its direction, and the connection is not over.
+/// Returns whether the peer may still send by TCP: its FIN has not arrived, and the connection has not ended.
 pub(crate) fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of
     // TCP_INFO.
@@ -53,7 +53,7 @@ pub(crate) fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
 /// Returns the window that the peer has announced, bytes. Where the kernel does not report it (before Linux 5.4),
 /// returns its initial size, 64 KiB.
 pub(crate) fn peers_window(fd: BorrowedFd<'_>) -> u64 {
-    // The offset in `tcp_info` (linux/tcp.h), a struct that only grows.
+    // The offset of `tcpi_snd_wnd` in `tcp_info` (linux/tcp.h), a struct that only grows.
     const SND_WND: usize = 57 * size_of::<u32>();
     match bytes::<{ SND_WND + size_of::<u32>() }>(fd, STATE) {
         Ok((info, len)) if len == info.len() => {
@@ -63,39 +63,43 @@ pub(crate) fn peers_window(fd: BorrowedFd<'_>) -> u64 {
     }
 }
 
-/// Sets an option that is an int.
+/// Sets an int option. An error is ignored.
 pub(crate) fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
     let _ = kernel::set_option(fd, level, name, value);
 }
 
-/// The connection's state, and more (TCP_INFO).
+/// TCP_INFO: the connection's state and counters.
 const STATE: Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
-/// The constants are not among libc's (asm-generic/socket.h).
+/// SO_NETNS_COOKIE; `DEVICE` below is SO_BINDTOIFINDEX (asm-generic/socket.h).
 const NAMESPACE: Name = (libc::SOL_SOCKET, 71);
 const DEVICE: Name = (libc::SOL_SOCKET, 62);
 const DEVICE_NAME: Name = (libc::SOL_SOCKET, libc::SO_BINDTODEVICE);
-/// The bytes that make a socket readable and end a receive: 1 unless the program has set another value.
+/// The number of received bytes from which on a socket is readable and a receive ends: 1 unless the program has set
+/// another number.
 const LOW_WATER: Name = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
-/// The unsent bytes from which on there is no room to send (tcp(7)). 0 means the system's value, unless the program has
-/// set another.
+/// TCP_NOTSENT_LOWAT: the number of unsent bytes from which on a socket is not writable (linux/tcp.h). 0, the default,
+/// means the system-wide value, and -1 no limit.
 const UNSENT_LOW_WATER: Name = (libc::IPPROTO_TCP, 25);
-/// The offset from which MSG_PEEK reads: -1 unless the program has set another.
+/// The offset at which MSG_PEEK begins to read: -1, for none, unless the program has set one.
 const PEEK_OFFSET: Name = (libc::SOL_SOCKET, libc::SO_PEEK_OFF);
-/// The most bytes a second that are sent: unlimited unless the program has set a limit.
+/// The most bytes that the kernel sends per second: -1, for no limit, unless the program has set one.
 const PACE: Name = (libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE);
-/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h). They report to recvmsg when
-/// packets have come, the third also when packets were sent. For the kernel the first two are other options than libc's
-/// constants; the third shares its state with libc's constant.
+/// SO_TIMESTAMP_NEW, SO_TIMESTAMPNS_NEW and SO_TIMESTAMPING_NEW, the variants with a 64-bit time_t
+/// (asm-generic/socket.h). With them recvmsg reports when packets came, with the third also when packets were sent. The
+/// kernel's getsockopt reports the first two apart from SO_TIMESTAMP and SO_TIMESTAMPNS. The third has the same value
+/// as SO_TIMESTAMPING.
 const NEW_TIMESTAMP: c_int = 63;
 const NEW_TIMESTAMPNS: c_int = 64;
 const NEW_TIMESTAMPING: c_int = 65;
-/// Whether recvmsg reports how many more bytes there are (tcp(7)).
+/// TCP_INQ: whether recvmsg reports how many bytes are left to receive (tcp(7)).
 pub(crate) const INQ: Name = (libc::IPPROTO_TCP, 36);
 
-/// How long the peer may take nothing, ms; 0 means no bound (tcp(7)).
+/// How long sent data may stay unacknowledged before the kernel ends the connection, ms. 0 means the kernel's default
+/// (tcp(7)).
 pub(crate) const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
 
-/// The options that make sending or receiving in the kernel differ from a link, each with its values that do.
+/// The options by which sending or receiving in the kernel differs from a link. Each has a function that returns
+/// whether a value has that effect.
 const BEYOND_LINKS: [(Name, Values); 5] = [
     (LOW_WATER, |bytes| bytes != 1),
     (UNSENT_LOW_WATER, |bytes| bytes != 0 && bytes != -1),
@@ -104,42 +108,44 @@ const BEYOND_LINKS: [(Name, Values); 5] = [
     ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), |flags| flags != 0),
 ];
 
-/// The options that report to a receive with room for control data when the data came. No other call gets a report.
+/// The options by which a receive reports when its data came, if the caller has passed room for control data. No other
+/// call reports that.
 const STAMPS: [c_int; 4] = [libc::SO_TIMESTAMP, NEW_TIMESTAMP, libc::SO_TIMESTAMPNS, NEW_TIMESTAMPNS];
 
 type Values = fn(c_int) -> bool;
 
-/// Returns whether the option reports to receives when data came.
+/// Returns whether the option is one of `STAMPS`.
 pub(crate) fn is_stamp((level, name): Name) -> bool {
     level == libc::SOL_SOCKET && STAMPS.contains(&name)
 }
 
-/// Returns whether receives get a report of when data came. An accepted connection has its listener's options.
+/// Returns whether one of `STAMPS` is on. An accepted connection inherits the options of its listener.
 pub(crate) fn stamps(fd: BorrowedFd<'_>) -> bool {
     let is_on = |name: &c_int| get(fd, (libc::SOL_SOCKET, *name)).is_some_and(|value| value != 0);
     STAMPS.iter().any(is_on)
 }
 
-/// Returns whether an option may make sending or receiving differ from a link.
+/// Returns whether the option is one of `BEYOND_LINKS`, also by the second name of SO_TIMESTAMPING.
 pub(crate) fn may_be_beyond_links(option: Name) -> bool {
     option == (libc::SOL_SOCKET, NEW_TIMESTAMPING) || BEYOND_LINKS.iter().any(|(name, _)| *name == option)
 }
 
-/// Returns whether one of those options does. An accepted connection has its listener's options.
+/// Returns whether an option of `BEYOND_LINKS`, or O_ASYNC, makes sending or receiving differ from a link. An accepted
+/// connection inherits the options of its listener.
 pub(crate) fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
     let is = |(name, is): &(Name, Values)| get(fd, *name).is_some_and(is);
-    // With O_ASYNC the kernel sends a signal for bytes that come by TCP.
+    // With O_ASYNC the kernel sends a signal for bytes that come by TCP. It sends none for bytes on a link.
     let has_signal = rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.bits() & libc::O_ASYNC.cast_unsigned() != 0);
     has_signal || BEYOND_LINKS.iter().any(is)
 }
 
-/// Returns whether urgent data is next in TCP (tcp(7), SIOCATMARK).
+/// Returns whether the next byte to read from TCP is urgent data (tcp(7), SIOCATMARK).
 pub(crate) fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
     const SIOCATMARK: usize = 0x8905;
     ask(fd, SIOCATMARK).is_some_and(|at| at != 0)
 }
 
-/// Returns the bytes that TCP was given and the peer's host has not acknowledged (tcp(7), SIOCOUTQ).
+/// Returns the number of bytes that TCP was given and that the peer's host has not acknowledged (tcp(7), SIOCOUTQ).
 pub(crate) fn unsent(fd: BorrowedFd<'_>) -> usize {
     const SIOCOUTQ: usize = libc::TIOCOUTQ as usize;
     ask(fd, SIOCOUTQ).map_or(0, |n| n.unsigned_abs() as usize)
@@ -161,10 +167,11 @@ fn ask(fd: BorrowedFd<'_>, request: usize) -> Option<c_int> {
     result.is_ok().then_some(value)
 }
 
-/// Silence before the first probe, s. Shorter than firewalls remember a connection (RFC 5382, REQ-5: 2 hours and 4
-/// minutes; real ones, from 5 minutes on).
+/// The idle time before the first probe, s. It is below the idle time after which firewalls forget a connection: 2
+/// hours and 4 minutes by RFC 5382 (REQ-5), and 5 minutes or more in practice.
 const IDLE_SECONDS: c_int = 240;
-/// Probes that may stay unanswered. This is the most that Linux accepts, over two hours at its usual interval.
+/// The number of unanswered probes after which the kernel ends the connection. It is the largest that Linux accepts. At
+/// the usual interval of 75 s it takes over two hours.
 const PROBES: c_int = 127;
 
 const SWITCH: Name = (libc::SOL_SOCKET, libc::SO_KEEPALIVE);
@@ -175,21 +182,21 @@ const OURS: [Name; 2] = [
 const VALUES: [c_int; 2] = [IDLE_SECONDS, PROBES];
 const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 
-/// Keepalive for the anchor of a stream between hosts. The data of such a connection takes another way, so it looks
-/// idle to a firewall, which would forget it.
+/// Keepalive for the anchor of a stream between hosts. The connection's data goes over the link, so its TCP looks idle
+/// to a firewall, which would forget the connection.
 ///
-/// The library switches keepalive on only where the program has not. Its probes are so patient that they end no
-/// connection that would have lived. While the library's keepalive is on, the program reads and changes its own
+/// The library switches keepalive on only where the program has not. With `PROBES` it ends no connection that would
+/// have lived without it. While it is on, the program's getsockopt and setsockopt read and change the program's own
 /// settings, which are kept here.
 ///
-/// Where the program has its own keepalive, the kernel does not probe while bytes are on their way. A marker may be on
-/// its way to a host that is gone. TCP_USER_TIMEOUT (tcp(7)) takes the place of the probes until the marker is
+/// Where the program has its own keepalive, the kernel does not probe while bytes are unacknowledged. Such bytes may be
+/// a marker to a host that is gone. So TCP_USER_TIMEOUT (tcp(7)) takes the place of the probes until the marker is
 /// acknowledged.
 #[derive(Default)]
 pub struct Keepalive {
-    /// Held by a thread that changes the kept settings together with the kernel's. Without it a setting that the
-    /// program makes meanwhile would be lost, or the library's would stay for ever. Changes of the same thread, in a
-    /// signal handler, go on without the lock.
+    /// Held by a thread that changes the kept settings together with the kernel's. Without the lock, a setting that the
+    /// program makes at the same time would be lost, or a setting of the library would stay for ever. A signal handler
+    /// that has interrupted the holder makes its change without the lock.
     changing: Lock<()>,
     on: AtomicBool,
     kept: [AtomicI32; 2],
@@ -198,7 +205,7 @@ pub struct Keepalive {
 }
 
 impl Keepalive {
-    /// Starts anew, for a new connection in the same slot.
+    /// Forgets the state of the earlier connection, when the object is used for a new one.
     pub fn reset(&self) {
         self.on.store(false, Relaxed);
         self.bounded.store(false, Relaxed);
@@ -207,15 +214,15 @@ impl Keepalive {
     /// Frees the lock in a fork child, whose other threads are gone.
     ///
     /// # Safety
-    /// No other thread of this process may use it.
+    /// No other thread of this process may use this value.
     pub unsafe fn reset_in_child(&self) {
         // SAFETY: no other thread uses the lock, by the contract. The lock guards no value, and the kept settings stay
         // as they are.
         unsafe { self.changing.reset() };
     }
 
-    /// Bounds how long the next marker may stay unacknowledged, if the program has its own keepalive. The bound is the
-    /// time after which that keepalive ends a connection.
+    /// Sets TCP_USER_TIMEOUT for the next marker, if the program has its own keepalive and no TCP_USER_TIMEOUT. Its
+    /// value is the time after which the program's keepalive would end the connection.
     pub fn bound(&self, fd: BorrowedFd<'_>) {
         let _changing = self.changing.lock();
         if self.on.load(Acquire) || get(fd, SWITCH) != Some(1) || get(fd, USER_TIMEOUT) != Some(0) {
@@ -253,7 +260,7 @@ impl Keepalive {
         set(fd, SWITCH, 1);
     }
 
-    /// Gives the kernel the program's settings again.
+    /// Restores the program's settings in the kernel.
     pub fn end(&self, fd: BorrowedFd<'_>) {
         let _changing = self.changing.lock();
         self.end_changing(fd);
@@ -268,11 +275,11 @@ impl Keepalive {
         for (option, kept) in OURS.into_iter().zip(&self.kept) {
             set(fd, option, kept.load(Relaxed));
         }
-        // Cleared last: until then the program reads the kept settings.
+        // Cleared last: as long as `on` is set, the program reads the kept settings and not the kernel's.
         self.on.store(false, Release);
     }
 
-    /// Returns the value that the program has to read for an option; `None` where the kernel's own is right.
+    /// Returns the value that the program's getsockopt has to report; `None` if the kernel's value is right.
     pub fn get(&self, option: Name) -> Option<c_int> {
         if option == USER_TIMEOUT && self.bounded.load(Acquire) {
             return Some(0);
@@ -292,8 +299,9 @@ impl Keepalive {
         option == SWITCH || option == USER_TIMEOUT || OURS.contains(&option)
     }
 
-    /// Serves the program's setsockopt of one of the options, which all take an int. `ask` makes the kernel's call:
-    /// `Ok` is the value that the kernel has accepted, `Err` the failed call's result. Returns the call's result.
+    /// Serves the program's setsockopt of an option that `is_concerned` names; all of them take an int. `ask` makes the
+    /// kernel's call: `Ok` is the value that the kernel has accepted, `Err` the failed call's result. Returns the
+    /// result for the program.
     pub fn on_set(&self, fd: BorrowedFd<'_>, option: Name, ask: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
         let _changing = self.changing.lock();
         match ask() {
@@ -305,7 +313,7 @@ impl Keepalive {
         }
     }
 
-    /// Updates the kept settings after the kernel has accepted the program's.
+    /// Updates the kept settings after the kernel has accepted a setting of the program.
     fn taken(&self, fd: BorrowedFd<'_>, option: Name, value: c_int) {
         if option == USER_TIMEOUT {
             self.bounded.store(false, Release);
@@ -361,7 +369,7 @@ mod tests {
         assert!(!is_beyond_links(fd));
         set(fd, LOW_WATER, 10);
         assert!(is_beyond_links(fd));
-        // The kernel takes 0 for 1.
+        // The kernel stores 0 as 1.
         set(fd, LOW_WATER, 0);
         assert!(!is_beyond_links(fd));
         assert!(may_be_beyond_links(PEEK_OFFSET));
@@ -370,7 +378,7 @@ mod tests {
 
     #[test]
     fn every_option_that_is_beyond_links_is_seen_when_it_is_set_and_when_it_is_not_any_more() {
-        // The option, a value that is beyond links, and a value that is not.
+        // The option, a value that links do not support, and a value that they do.
         let names = [
             (LOW_WATER, 5, 1),
             (UNSENT_LOW_WATER, 16_384, 0),
@@ -487,7 +495,7 @@ mod tests {
             set(fd, SWITCH, on);
             keepalive.bound(fd);
         };
-        // Without keepalive there is no time-out to bound by.
+        // Without keepalive there is no time after which the connection ends, so no bound is set.
         probes(0);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
         for (option, value) in [(OURS[0], 20), (OURS[1], 3), (INTERVAL, 5)] {
@@ -502,7 +510,7 @@ mod tests {
         program_sets(&keepalive, fd, SWITCH, 0);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
         assert_eq!(get(fd, SWITCH), Some(0));
-        // The program's own time-out holds, and stays afterwards.
+        // The program's own TCP_USER_TIMEOUT takes effect, and stays afterwards.
         probes(1);
         program_sets(&keepalive, fd, USER_TIMEOUT, 4000);
         keepalive.end(fd);

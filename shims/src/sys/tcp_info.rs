@@ -1,5 +1,5 @@
-//! The kernel's struct tcp_info (tcp(7), TCP_INFO; linux/tcp.h). Members that an old kernel does not know are absent. A
-//! [`Ledger`] has the counts by which `hooks/report.rs` corrects the struct for the program.
+//! The kernel's struct tcp_info (tcp(7), TCP_INFO; linux/tcp.h). An old kernel returns a shorter struct, without its
+//! last members. A [`Ledger`] has the counts by which `hooks/report.rs` corrects the struct for the program.
 #![allow(missing_docs, reason = "the members of the struct have its names")]
 
 use std::os::fd::BorrowedFd;
@@ -11,7 +11,7 @@ use rdmasock_core::stream::handshake::Role;
 
 use crate::sys::sockopt;
 
-/// The option by which it is read.
+/// The option by which the struct is read.
 pub(crate) const NAME: sockopt::Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
 
 /// The offsets of the members of struct tcp_info, bytes (linux/tcp.h).
@@ -34,7 +34,7 @@ pub(crate) mod at {
     pub(crate) const BYTES_RETRANS: usize = 208;
 }
 
-/// How far TCP is in the stream of the bytes that it was given: `acked` ≤ `sent` ≤ `written`.
+/// Positions in the stream of bytes that TCP was given: `acked` ≤ `sent` ≤ `written`.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Positions {
     /// The peer's host has all bytes before this position.
@@ -46,20 +46,20 @@ pub(crate) struct Positions {
 }
 
 impl Positions {
-    /// Returns the positions of a connection whose end has `role`; `None` where the kernel does not report it (before
-    /// Linux 4.19).
+    /// Returns the positions of the connection behind `fd`, whose end has `role`. `None` if the kernel does not report
+    /// them (before Linux 4.19).
     pub(crate) fn of(fd: BorrowedFd<'_>, role: Role) -> Option<Self> {
         let (mut bytes, known) = sockopt::bytes::<{ at::BYTES_RETRANS + size_of::<u64>() }>(fd, NAME).ok()?;
         Self::in_info(&Fields(bytes.get_mut(..known)?), role)
     }
 
-    /// Returns the positions from a struct that was read before; `None` if the struct is too short.
+    /// Returns the positions from a struct that the caller has read; `None` if the struct is too short.
     pub(crate) fn in_info(info: &Fields<'_>, role: Role) -> Option<Self> {
         if info.0.len() < at::BYTES_RETRANS + size_of::<u64>() {
             return None;
         }
         let sent = info.u64(at::BYTES_SENT).saturating_sub(info.u64(at::BYTES_RETRANS));
-        // The SYN of a connector counts as acknowledged, and so does a FIN.
+        // The kernel's count of acknowledged bytes includes the connector's SYN, and a FIN.
         let acked = info
             .u64(at::BYTES_ACKED)
             .saturating_sub(u64::from(role == Role::Connector));
@@ -71,37 +71,38 @@ impl Positions {
     }
 }
 
-/// A struct of the kernel, as much of it as the kernel knows.
+/// The bytes of a kernel struct that the kernel has returned.
 pub(crate) struct Fields<'a>(pub &'a mut [u8]);
 
 impl Fields<'_> {
-    /// Returns a member of 32 bits; 0 where the kernel does not know it.
+    /// Returns the 32-bit member at the offset `at`; 0 if the kernel does not know the member.
     pub(crate) fn u32(&self, at: usize) -> u32 {
         let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
         bytes.map_or(0, |b| u32::from_ne_bytes(*b))
     }
 
-    /// Returns a member of 64 bits; 0 where the kernel does not know it.
+    /// Returns the 64-bit member at the offset `at`; 0 if the kernel does not know the member.
     pub(crate) fn u64(&self, at: usize) -> u64 {
         let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
         bytes.map_or(0, |b| u64::from_ne_bytes(*b))
     }
 
-    /// Replaces a member of 8 bits by the result of `new`. Does nothing where the kernel does not know the member.
+    /// Replaces the 8-bit member at the offset `at` by the result of `new`. Does nothing if the kernel does not know
+    /// the member.
     pub(crate) fn put_u8(&mut self, at: usize, new: impl FnOnce(u8) -> u8) {
         if let Some(byte) = self.0.get_mut(at) {
             *byte = new(*byte);
         }
     }
 
-    /// Replaces a member of 32 bits, as [`put_u8`](Self::put_u8) does.
+    /// Replaces a 32-bit member, as [`put_u8`](Self::put_u8) does.
     pub(crate) fn put_u32(&mut self, at: usize, new: impl FnOnce(u32) -> u32) {
         if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
             *bytes = new(u32::from_ne_bytes(*bytes)).to_ne_bytes();
         }
     }
 
-    /// Replaces a member of 64 bits, as [`put_u8`](Self::put_u8) does.
+    /// Replaces a 64-bit member, as [`put_u8`](Self::put_u8) does.
     pub(crate) fn put_u64(&mut self, at: usize, new: impl FnOnce(u64) -> u64) {
         if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
             *bytes = new(u64::from_ne_bytes(*bytes)).to_ne_bytes();
@@ -112,15 +113,15 @@ impl Fields<'_> {
 /// The part of the [`Ledger`] for one direction.
 #[derive(Default)]
 pub struct Way {
-    /// Bytes of markers that TCP has taken or brought.
+    /// The number of bytes of markers in this direction of TCP.
     pub ours: AtomicU64,
-    /// Bytes and calls that went over links before this instance existed, in the parent of a fork child.
+    /// The bytes and calls that the parent of a fork child moved over links before the fork.
     pub bytes: AtomicU64,
     pub calls: AtomicU64,
 }
 
 impl Way {
-    /// Adds bytes of markers, which the program's counts must not include.
+    /// Adds a number of bytes of markers. The counts that the program reads must not include them.
     pub fn add_ours(&self, bytes: usize) {
         self.ours.fetch_add(bytes as u64, Relaxed);
     }
@@ -132,14 +133,15 @@ impl Way {
     }
 }
 
-/// The traffic of a connection that the kernel does not know of, and the counts that the program was given.
+/// The differences between the kernel's counts of a connection and the counts that the program reads. Also the counts
+/// that the program has read, so that later ones are not lower.
 #[derive(Default)]
 pub struct Ledger {
     pub sent: Way,
     pub received: Way,
-    /// The largest value of each count that the program was given, in the order of `hooks/report.rs`.
+    /// The largest value of each 64-bit count that the program has read, in the order of `hooks/report.rs`.
     pub told_bytes: [AtomicU64; 3],
-    /// The same for each 32-bit count that wraps.
+    /// The latest value of each 32-bit count that the program has read, in the same order. These counts wrap.
     pub told_segments: [AtomicU32; 5],
 }
 

@@ -1,4 +1,4 @@
-//! Time as the program's calls express it: time-outs in their several forms, and deadlines.
+//! Clocks, and the time-outs and deadlines of the program's calls.
 
 use std::ffi::c_int;
 
@@ -16,7 +16,7 @@ fn ns(clock: rustix::time::ClockId) -> u64 {
         .wrapping_add(t.tv_nsec as u64)
 }
 
-/// Returns CLOCK_MONOTONIC_COARSE in ns: the time of the kernel's last timer interrupt (clock_getres(2)). It moves on
+/// Returns CLOCK_MONOTONIC_COARSE in ns: the time of the kernel's last timer interrupt (clock_getres(2)). It advances
 /// every 1 to 10 ms. Reading it costs a fifth of [`now_ns`], which has to wait for the processor's counter.
 #[inline]
 pub(crate) fn tick() -> u64 {
@@ -33,20 +33,21 @@ pub(crate) enum Timeout {
     Ns(u64),
 }
 
-/// The time by which a call that waits has to return.
+/// The time by which a call that waits has to return, monotonic ns, `None` for no bound. The flag is set for a call
+/// that only checks and does not wait.
 #[derive(Clone, Copy)]
 pub(crate) struct Deadline(Option<u64>, bool);
 
 impl Timeout {
-    /// No wait: the call only checks.
+    /// A call with this time-out only checks, and does not wait.
     pub(crate) const ZERO: Self = Self::Ns(0);
 
-    /// Returns the time-out for the milliseconds of epoll_wait and poll; negative means no bound.
+    /// Returns the time-out for an argument of epoll_wait and poll, ms; a negative one means no bound.
     pub(crate) fn from_ms(ms: c_int) -> Self {
         u64::try_from(ms).map_or(Self::Forever, |ms| Self::Ns(ms * 1_000_000))
     }
 
-    /// Returns the time-out for a timespec; `None` means an invalid one.
+    /// Returns the time-out for a timespec; no timespec means no bound. Returns `None` for an invalid timespec.
     pub(crate) fn from_timespec(ts: Option<&libc::timespec>) -> Option<Self> {
         let Some(ts) = ts else {
             return Some(Self::Forever);
@@ -56,7 +57,7 @@ impl Timeout {
         Some(Self::Ns(s.saturating_mul(1_000_000_000).saturating_add(ns)))
     }
 
-    /// Returns the time-out in milliseconds, rounded up so that a wait is never too short; -1 means no bound.
+    /// Returns the time-out in ms, rounded up so that a wait is never too short; -1 means no bound.
     pub(crate) fn to_ms(self) -> c_int {
         match self {
             Self::Forever => -1,
@@ -88,7 +89,7 @@ impl Timeout {
         self == Self::ZERO
     }
 
-    /// Returns the deadline that is this long from now.
+    /// Returns the deadline of a wait that begins at this call.
     pub(crate) fn deadline(self) -> Deadline {
         match self {
             Self::Forever => Deadline(None, false),
@@ -118,7 +119,7 @@ impl Deadline {
         self.left().is_zero()
     }
 }
-/// How long a handshake, the peer's way back to TCP or a thread may take to end, ns.
+/// The bound of `wait_until`, ns. It waits for a handshake, the peer's return to TCP, or a thread to end.
 const PATIENCE: u64 = 2_000_000_000;
 
 /// Calls `done` every 50 us until it returns true, for at most `PATIENCE` ns.
@@ -129,7 +130,7 @@ pub(crate) fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Sleeps for this many ns, which are less than a second, or until a signal comes.
+/// Sleeps for `ns` ns, less than a second, or until a signal comes.
 pub(crate) fn sleep(ns: i64) {
     let time = rustix::time::Timespec { tv_sec: 0, tv_nsec: ns };
     let _ = rustix::thread::nanosleep(&time);

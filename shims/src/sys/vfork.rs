@@ -1,12 +1,12 @@
-//! Processes that have the library's tables, though the tables do not describe them. Hooks ask [`is_child`] before they
-//! change anything.
+//! Detects processes that see the library's tables in memory, although the tables describe another process. Hooks call
+//! [`is_child`] before they change a table.
 //!
-//! - The child of `vfork(2)` runs on its parent's memory, while the thread that called it stands still, until it execs
-//!   or exits. Its descriptors are its own: a `close` before the exec would end the parent's stream. The call itself is
-//!   in `preload/src/vfork.rs`, since a function cannot wrap it.
+//! - The child of `vfork(2)` runs on its parent's memory until it execs or exits. The thread that called vfork waits
+//!   meanwhile. The child has descriptors of its own, so its `close` must not end the parent's stream. vfork itself is
+//!   in `preload/src/vfork.rs`, since an ordinary function cannot wrap it.
 //! - The child of a fork or clone that no hook has seen (an inline system call) has a copy of the parent's memory,
-//!   except for one page that the kernel fills with zeroes. The address of the fd table lies there. So every lookup
-//!   finds nothing, and each call is the kernel's.
+//!   except for one page that the kernel fills with zeroes. That page holds the address of the fd table. So every
+//!   lookup of an fd finds nothing, and each call passes through to the kernel.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
@@ -26,10 +26,10 @@ static PAGE: Page = Page {
     table: AtomicPtr::new(core::ptr::null_mut()),
 };
 
-/// The address that the page holds in a process whose beginning the library knows.
+/// The address of the fd table, outside of `PAGE`. A child that no hook has seen still has it.
 static TABLE: AtomicPtr<c_void> = AtomicPtr::new(core::ptr::null_mut());
 
-/// Returns the address of the fd table; null where there is none.
+/// Returns the address of the fd table. Null before there is a table, and in a child that no hook has seen.
 #[inline]
 pub fn table() -> *mut c_void {
     PAGE.table.load(Ordering::Acquire)
@@ -58,10 +58,10 @@ pub fn is_stray() -> bool {
     table().is_null() && !TABLE.load(Ordering::Relaxed).is_null()
 }
 
-/// Calls of vfork whose child still runs on this process's memory.
+/// The number of vfork calls whose child still runs on this process's memory.
 ///
-/// Relaxed throughout: as far as memory order goes, the child is the thread that counted. Other threads only take the
-/// slower of two correct paths.
+/// All accesses are Relaxed. To the memory order, the child is the same thread as the caller of vfork, which has
+/// counted it. Another thread that finds a count above 0 only takes the slower of two correct paths.
 static RUNNING: AtomicU32 = AtomicU32::new(0);
 
 /// The process that owns this memory; valid while [`RUNNING`] is not 0.
@@ -75,8 +75,9 @@ pub fn remember_process() {
     HOME.store(pid(), Ordering::Relaxed);
 }
 
-/// Returns whether the caller is a process that no hook has seen begin: by the system calls of vfork, clone or fork.
-/// Such a process may run on its parent's memory, and its descriptors are its own. Costs a system call.
+/// Returns whether the tables describe another process than the caller's. The caller's process may have begun by an
+/// inline system call of vfork, clone or fork, which no hook has seen. It may run on its parent's memory, and has
+/// descriptors of its own. Costs a system call.
 pub fn is_stranger() -> bool {
     let home = HOME.load(Ordering::Relaxed);
     home != 0 && home != pid()
@@ -94,13 +95,14 @@ pub extern "C" fn prepare() {
     RUNNING.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Counts out the child of a call that was [prepared](prepare): the child has execed or exited.
+/// Subtracts the child of a [prepared](prepare) vfork: the child has execed or exited.
 pub fn end() {
     RUNNING.fetch_sub(1, Ordering::Relaxed);
 }
 
-/// Ends a vfork. Runs in the parent, after the system call, once the child has gone. `result` is the system call's
-/// result: a process id, or a negated errno. Returns the value that vfork(2) returns, and sets errno.
+/// Ends a vfork. Runs in the parent, after the system call, which returns when the child has execed or exited. `result`
+/// is the system call's result: a process id, or a negated errno. Returns the value that vfork(2) returns, and sets
+/// errno if the call has failed.
 pub extern "C" fn done(result: c_long) -> c_int {
     end();
     if result < 0 {
@@ -109,15 +111,15 @@ pub extern "C" fn done(result: c_long) -> c_int {
     result as c_int
 }
 
-/// Returns whether the caller is a vfork child, which only borrows this memory. Costs a load, and a system call while
-/// there is such a child.
+/// Returns whether the caller is a vfork child, which borrows its parent's memory. Costs a load, and a system call
+/// while there is such a child.
 #[inline]
 pub fn is_borrower() -> bool {
     RUNNING.load(Ordering::Relaxed) != 0 && OWNER.load(Ordering::Relaxed) != pid()
 }
 
-/// Returns whether the library's tables do not describe the calling process: it borrows the memory, or no hook has seen
-/// it begin. Costs what [`is_borrower`] costs, and two loads.
+/// Returns whether the library's tables describe another process than the caller's: it borrows the memory, or no hook
+/// has seen it begin. Costs what [`is_borrower`] costs, and two loads.
 #[inline]
 pub fn is_child() -> bool {
     is_borrower() || is_stray()
@@ -128,8 +130,8 @@ pub fn restore_table() {
     PAGE.table.store(TABLE.load(Ordering::Relaxed), Ordering::Release);
 }
 
-/// Forgets vforks in the child of a real fork. Its memory is its own, even if another thread of the parent was in a
-/// vfork.
+/// Resets the count of vforks in the child of a fork. The child's memory is its own, even if another thread of the
+/// parent was in vfork at the time.
 pub fn on_fork_child() {
     RUNNING.store(0, Ordering::Relaxed);
     remember_process();

@@ -1,10 +1,11 @@
-//! The registrations of the registered allocator's memory (`alloc/`, docs/design/allocator.md): the key by which a
-//! link's device knows each piece. A registration is kept from call to call for as long as the piece stays what it was.
-//! `objects/pinned.rs` uses the registrations for calls. A [`Budget`] bounds what is registered at a time.
+//! Keeps registrations of the registered allocator's memory (`alloc/`, docs/design/allocator.md). That memory consists
+//! of pieces. A registration has the key by which a link's device accesses a piece, and lasts from call to call, until
+//! the piece changes. `objects/pinned.rs` uses the registrations for calls. A [`Budget`] bounds how many bytes are
+//! registered at a time.
 //!
-//! Registrations of a piece are kept under the piece's epoch, which the allocator changes before anything happens to
-//! the memory. A call reads the epoch first, so it never uses a registration from before a change. As a rule the
-//! allocator ends such registrations ([`Pieces::end`]); any later call that finds one ends it too.
+//! Registrations of a piece are kept under the piece's epoch, a number that the allocator changes before anything
+//! happens to the memory. A call reads the epoch first, so it never uses a registration from before a change. As a rule
+//! the allocator ends such registrations ([`Pieces::end`]). A later call that finds one left ends it too.
 
 use std::ffi::c_long;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ pub(crate) const PAGE: u64 = 4096;
 /// The allocator's table; null until the allocator is found.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Looks for the allocator among the libraries of the process, and has it call `end` from now on. Returns false if the
+/// Looks for the allocator among the libraries of the process, and registers `end` with it. Returns false if the
 /// allocator is not loaded, or is of another version.
 pub(crate) fn find(end: End) -> bool {
     // SAFETY: the name ends in a NUL.
@@ -70,8 +71,8 @@ fn table() -> Option<&'static Table> {
     unsafe { TABLE.load(Acquire).as_ref() }
 }
 
-/// Notifies the allocator of a system call by number, which the program is about to make and which may change what
-/// memory is.
+/// Notifies the allocator of a system call by number that the program is about to make, and that may change memory
+/// mappings.
 pub(crate) fn before(number: c_long, arguments: [usize; 6]) {
     if let Some(table) = table() {
         // SAFETY: the allocator's function, with a number and a pointer to six arguments.
@@ -92,13 +93,13 @@ fn piece(at: usize) -> Option<Piece> {
     is_one.then_some(piece)
 }
 
-/// A device of a link, which registers memory.
+/// The device of a link, with which memory is registered.
 pub(crate) trait Device: Sync {
-    /// Ends a registration, if the device still exists. The end of a device ends its registrations.
+    /// Ends a registration, if the device still exists. Otherwise its registrations have ended with it.
     fn deregister(&self, region: Region);
 }
 
-/// Returns whether devices may keep a registration of the memory at this address for longer than a call.
+/// Returns whether a registration of the memory at this address may last for longer than a call.
 pub(crate) fn is_kept(at: usize) -> bool {
     piece(at).is_some_and(|piece| piece.now() & WHOLE != 0)
 }
@@ -107,12 +108,12 @@ pub(crate) fn is_kept(at: usize) -> bool {
 pub(crate) struct Known {
     device: &'static dyn Device,
     region: Region,
-    /// Bytes that the registration takes of the budget.
+    /// The number of bytes that the registration takes of the budget.
     cost: u64,
 }
 
 impl Known {
-    /// Ends all `registrations`. Returns the bytes that they took of the budget.
+    /// Ends all `registrations`. Returns how many bytes of the budget have come free.
     pub(crate) fn end_all(registrations: Vec<Self>) -> u64 {
         let each = registrations.into_iter();
         each.map(|known| {
@@ -132,7 +133,8 @@ fn key_in(known: &[Known], device: &dyn Device) -> Option<Key> {
     known.map(|known| known.region.key)
 }
 
-/// A piece under one of its epochs. A call uses it as long as it holds a reference beside the table's.
+/// A piece in one of its epochs, with its registrations. A call uses it as long as it holds a reference besides the one
+/// in `Pieces`.
 pub(crate) struct Kept {
     start: usize,
     len: usize,
@@ -153,9 +155,9 @@ impl Kept {
         key_in(&self.known.lock()?, device)
     }
 
-    /// Keeps a new registration with a device. `Err` is the key of a registration that another call has kept meanwhile;
-    /// the caller has to end its own. `Err(None)` means that the caller is a signal handler, which has interrupted a
-    /// change of the list.
+    /// Adds a new registration with a device to the list. After `Err` the caller has to end its registration.
+    /// `Err(Some)` has the key of a registration with the device that another call has added meanwhile. `Err(None)`
+    /// means that the caller is a signal handler, which has interrupted a change of the list.
     pub(crate) fn keep(&self, device: &'static dyn Device, region: Region, cost: u64) -> Result<(), Option<Key>> {
         let mut known = self.known.lock().ok_or(None)?;
         if let Some(key) = key_in(&known, device) {
@@ -165,7 +167,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Removes the registrations with that device and returns them, so that the caller can end them.
+    /// Removes the registrations with `device` from the list and returns them. They have not ended yet.
     pub(crate) fn take_of(&self, device: &dyn Device) -> Vec<Known> {
         self.take(|known| known.is_of(device))
     }
@@ -178,16 +180,17 @@ impl Kept {
     }
 }
 
-/// Releases a reference. The last release ends the registrations. Returns the bytes that they took of the budget.
+/// Releases a reference to a piece. The last release ends the piece's registrations. Returns how many bytes of the
+/// budget have come free.
 pub(crate) fn leave(kept: Arc<Kept>) -> u64 {
     Arc::into_inner(kept).map_or(0, |kept| Known::end_all(kept.take(|_| true)))
 }
 
 /// The kept pieces, and the registrations of each.
 pub(crate) struct Pieces {
-    /// Sorted by their beginnings, with one entry for each piece.
+    /// Sorted by start address, with one entry for each piece.
     kept: Lock<Vec<Arc<Kept>>>,
-    /// Counts the requests for pieces.
+    /// The number of calls of `covering` so far, as a clock for the order of use.
     clock: AtomicU64,
 }
 
@@ -200,12 +203,13 @@ impl Pieces {
         }
     }
 
-    /// Returns the piece in which these bytes begin, how many of them lie in it, and the bytes of the budget that have
-    /// come free. The piece stays as long as the reference. `None` if the memory is not the allocator's, or devices
-    /// must not keep it.
+    /// Returns the piece in which these bytes begin, how many of the bytes lie in it, and how many bytes of the budget
+    /// have come free. The piece's registrations last as long as the reference. `None` if the memory is not the
+    /// allocator's, or its registrations must not outlast a call.
     pub(crate) fn covering(&self, start: usize, len: usize) -> Option<(Arc<Kept>, usize, u64)> {
         let piece = piece(start)?;
-        // Read first: a later registration is one of the piece under this epoch, or is not used again.
+        // The epoch is read before the caller registers the piece. If the piece changes in between, its epoch does too,
+        // and the registration is not used again.
         let epoch = piece.now();
         if epoch & WHOLE == 0 {
             return None;
@@ -215,7 +219,7 @@ impl Pieces {
         Some((kept, within, stale.map_or(0, leave)))
     }
 
-    /// Returns the entry of a piece under an epoch, and an entry that the table has dropped for it, if any.
+    /// Returns the entry of a piece in an epoch, and the entry that was removed from the table in exchange, if any.
     fn under(&self, start: usize, len: usize, epoch: u64) -> Option<(Arc<Kept>, Option<Arc<Kept>>)> {
         let used = self.clock.fetch_add(1, Relaxed);
         let mut all = self.kept.lock()?;
@@ -245,7 +249,7 @@ impl Pieces {
     }
 
     /// Ends the registrations that were unused for longest, until `wanted` bytes of the budget have come free or all
-    /// that is left is in use. Returns the bytes that have come free.
+    /// other pieces are in use. Returns how many bytes have come free.
     pub(crate) fn make_room(&self, wanted: u64) -> u64 {
         let mut free = 0;
         while free < wanted {
@@ -256,8 +260,9 @@ impl Pieces {
         free
     }
 
-    /// Ends the registrations of memory that is about to become other memory, as [`End`] says. Returns the bytes of the
-    /// budget that have come free; `None` if devices may still know some of it.
+    /// Ends the registrations of memory that is about to be replaced, with `force` as in [`End`]. Returns how many
+    /// bytes of the budget have come free; `None` if nothing has ended, because a call uses some of the memory and
+    /// `force` is false, or because the caller is a signal handler that has interrupted a change of the table.
     pub(crate) fn end(&self, start: usize, len: usize, force: bool) -> Option<u64> {
         let end = start.saturating_add(len);
         let taken: Vec<Arc<Kept>> = {
@@ -273,7 +278,7 @@ impl Pieces {
     }
 
     /// Forgets the registrations with a device. The device is about to end, and its registrations end with it. Returns
-    /// the bytes that they took of the budget.
+    /// how many bytes of the budget have come free.
     pub(crate) fn forget(&self, device: &dyn Device) -> u64 {
         self.kept.lock().map_or(0, |all| {
             let known = all.iter().flat_map(|kept| kept.take_of(device));
@@ -282,16 +287,16 @@ impl Pieces {
     }
 }
 
-/// Removes the entry that was unused for longest, and returns it. `None` if all entries are in use.
+/// Removes the entry that was unused for longest from `all`, and returns it. `None` if all entries are in use.
 fn take_oldest(all: &mut Vec<Arc<Kept>>) -> Option<Arc<Kept>> {
     let unused = all.iter().enumerate().filter(|(_, kept)| Arc::strong_count(kept) == 1);
     let (at, _) = unused.min_by_key(|(_, kept)| kept.used.load(Relaxed))?;
     Some(all.remove(at))
 }
 
-/// The bytes of the program's memory that devices may reach, over all links. The kernel keeps such pages in memory and
-/// counts them, like the rings, against the limit on locked memory. So the budget is half of the limit; the other half
-/// is for links to come.
+/// The number of bytes of the program's memory that are registered, over all links. The kernel locks such pages in
+/// memory. It counts them, like the pages of rings, against the limit on locked memory. So at most half of the limit is
+/// used for them, and the other half is left for the rings of later links.
 #[derive(Default)]
 pub(crate) struct Budget(AtomicU64);
 
@@ -302,8 +307,8 @@ pub(crate) fn limit() -> u64 {
 }
 
 impl Budget {
-    /// Takes up to `wanted` bytes of `limit`, plus two pages, because the memory may begin and end within a page.
-    /// Returns how many bytes may be registered, and the cost that [`give_back`](Self::give_back) needs. `None` if
+    /// Takes up to `wanted` bytes of `limit`. Also takes two pages, because the memory may begin and end within a page.
+    /// Returns how many bytes may be registered, and the cost to pass to [`give_back`](Self::give_back). `None` if
     /// fewer than `least` bytes are left.
     pub(crate) fn take(&self, wanted: usize, least: usize, limit: u64) -> Option<(usize, u64)> {
         let edges = 2 * PAGE;
@@ -316,14 +321,14 @@ impl Budget {
         taken.ok().map(|_| (len, len as u64 + edges))
     }
 
-    /// Takes `bytes` bytes of `limit`, which are whole pages. Returns the cost that [`give_back`](Self::give_back)
-    /// needs; `None` if fewer bytes are left.
+    /// Takes `bytes` bytes of `limit`, which are whole pages. Returns the cost to pass to
+    /// [`give_back`](Self::give_back); `None` if fewer bytes are left.
     pub(crate) fn take_pages(&self, bytes: u64, limit: u64) -> Option<u64> {
         let with = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= limit);
         self.0.fetch_update(Relaxed, Relaxed, with).ok().map(|_| bytes)
     }
 
-    /// Gives back what a registration has taken.
+    /// Gives back the bytes that a registration has taken.
     pub(crate) fn give_back(&self, cost: u64) {
         self.0.fetch_sub(cost, Relaxed);
     }

@@ -1,10 +1,10 @@
-//! libc's exec and spawn functions, with an environment in which `LD_PRELOAD` names the library. Where the program's
-//! environment lacks it (nginx, sshd and others make one of their own), the entries that this program began with are
-//! added. The library removes them from the new program's `environ` again, so that the program sees the environment
-//! that it was given.
+//! libc's exec and spawn functions, with an environment in which `LD_PRELOAD` names the library. nginx, sshd and others
+//! execute programs with an environment of their own. If that environment lacks `LD_PRELOAD`, these functions add it,
+//! and the library's variables as this process began with them. In the new program the library removes the added
+//! entries from `environ`, so that the program sees the environment that it was given.
 //!
 //! These functions may run in a signal handler, and in a vfork child, which borrows its parent's memory. So they
-//! allocate and keep nothing. The longer array is on the stack, which exec needs anyway for what libc does.
+//! allocate and store nothing. The completed array is on the stack, where libc's own exec functions need room too.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
@@ -22,26 +22,27 @@ unsafe extern "C" {
 }
 
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
-/// The entry that precedes the added ones. It is no variable of the library, because those begin with `RDMASOCK`.
+/// The entry that precedes the added ones, as a mark. Its name does not begin with `RDMASOCK`, so it is no variable of
+/// the library.
 const ADDED: &CStr = c"_RDMASOCK_ADDED=";
-/// The most entries that an environment may have to be extended.
+/// The most entries of an environment that is completed; a longer one is passed on unchanged.
 const MOST: usize = 512;
 /// The most entries that are added.
 const MOST_KEPT: usize = 33;
 
-/// The entries that are added to an environment.
+/// The entries that an exec adds to an environment.
 struct Kept {
     /// [`ADDED`], then `LD_PRELOAD`, then the library's own variables; each has a name and a value.
     entries: Vec<CString>,
-    /// The path of the preloaded library. If the new program could not read it (another root, another user), the loader
-    /// would complain.
+    /// The path of the preloaded library. Nothing is added if this process cannot read it (another root, another user):
+    /// the new program's loader would print an error.
     library: CString,
 }
 
 static KEPT: OnceBox<Kept> = OnceBox::new();
 
-/// Stores the entries and removes those that were added to this program's environment. Runs when the library is loaded,
-/// before the program can change its environment.
+/// Stores the entries that an exec is to add. Also removes the entries that the exec of this program has added. Runs
+/// when the library is loaded, before the program can change its environment.
 pub fn remember() {
     // SAFETY: libc sets `environ` before any library's code runs; it is null before that.
     let all: Vec<&[u8]> = unsafe { strings(environ) }.map(CStr::to_bytes).collect();
@@ -82,14 +83,14 @@ pub fn remember() {
         let _ = KEPT.set(Box::new(Kept { entries, library }));
     }
     if let Some(at) = all.iter().position(|entry| *entry == ADDED.to_bytes()) {
-        // Reads the variables now, because they are about to be removed.
+        // Reads the configuration first, because its variables are removed next.
         crate::config::config();
         // SAFETY: `at` is the index of an entry, and no other thread runs before the program does.
         unsafe { *environ.cast_mut().add(at) = std::ptr::null() };
     }
 }
 
-/// Iterates over the strings of a null-terminated array. A null pointer has none.
+/// Iterates over the strings of a null-terminated array. A null pointer counts as an empty array.
 ///
 /// # Safety
 /// The array and the strings stay as they are while the iterator is used.
@@ -104,7 +105,7 @@ unsafe fn strings<'a>(mut array: Strings) -> impl Iterator<Item = &'a CStr> {
     })
 }
 
-/// Calls `exec` with `envp`, or with a longer array if `envp` lacks `LD_PRELOAD`.
+/// Calls `exec` with `envp`, or with a completed copy of the array if `envp` lacks `LD_PRELOAD`.
 ///
 /// # Safety
 /// `envp` is null or a null-terminated array of strings.
@@ -121,7 +122,7 @@ unsafe fn with(envp: Strings, exec: impl FnOnce(Strings) -> c_int) -> c_int {
 }
 
 /// # Safety
-/// As for `with`.
+/// `envp` is null or a null-terminated array of strings.
 #[cold]
 #[inline(never)]
 unsafe fn with_kept(kept: &Kept, envp: Strings, exec: impl FnOnce(Strings) -> c_int) -> c_int {
@@ -148,7 +149,7 @@ unsafe fn with_kept(kept: &Kept, envp: Strings, exec: impl FnOnce(Strings) -> c_
     exec(longer.as_ptr())
 }
 
-/// Returns whether this process may read the file. The loader makes the same system call.
+/// Returns whether this process may read the file, by the system call that the loader makes for it too.
 fn is_readable(file: &CStr) -> bool {
     rustix::fs::access(file, rustix::fs::Access::READ_OK).is_ok()
 }

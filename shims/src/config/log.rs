@@ -1,9 +1,9 @@
-//! The destination of the library's `tracing` events: one line for each, by one raw write.
+//! Writes the library's `tracing` events to a file or stderr: one line for each event, by one raw write.
 //!
-//! If the log is off (the default), nothing is installed. If it is on, an event is formatted in a buffer on the stack.
-//! The line is written, past the hooks, to a private fd. So logging neither recurses, nor locks, nor allocates, and it
-//! works in fork children and in destructors of thread-local data. A line that cannot be written at once (a full or
-//! broken pipe) is dropped: logging neither blocks the program nor raises SIGPIPE.
+//! If the log is off (the default), no subscriber is installed. If it is on, an event is formatted in a buffer on the
+//! stack. The line is written past the hooks, to an fd that the program does not see. So logging does not recurse, lock
+//! or allocate. It works in fork children and in destructors of thread-local data. A line that cannot be written at
+//! once (a full or broken pipe) is dropped: logging neither blocks the program nor raises SIGPIPE.
 //!
 //! The call sites decide what is logged. Messages about bad settings are in `config/mod.rs`.
 
@@ -32,10 +32,10 @@ const LINE_MAX: usize = 1024;
 /// The destination of lines, for the life of the process.
 static SINK: OnceBox<Sink> = OnceBox::new();
 
-/// Starts logging as configured; does nothing if that is "off". Call once, early. A log file that cannot be opened
-/// costs a line on stderr, and the log goes to stderr then.
+/// Starts the log as configured; does nothing if the log is off. Is called once, early. If the log file cannot be
+/// opened, one line on stderr says so, and the log goes to stderr.
 pub fn init(config: &Config) {
-    // A fork child has its parent's sink, because it may not be allowed to open the file.
+    // A fork child keeps its parent's sink, because the child may not be allowed to open the file.
     if is_off(&config.log) || SINK.get().is_some() {
         return;
     }
@@ -47,18 +47,18 @@ pub fn init(config: &Config) {
             filter: config.log.clone(),
             sink: || SINK.get(),
         };
-        // The call fails only if a subscriber exists already. That is then the one to use.
+        // The call fails only if a subscriber is installed already, which then stays.
         let _ = tracing::subscriber::set_global_default(tracing_subscriber::registry().with(lines));
     }
 }
 
-/// Returns the log's fd, which fork children keep.
+/// Returns the log's fd, which fork children keep; `None` if there is no log.
 #[must_use]
 pub fn fd() -> Option<RawFd> {
     SINK.get().map(|sink| sink.fd.as_raw_fd())
 }
 
-/// An open file.
+/// The open log file, or a duplicate of stderr.
 #[derive(Debug)]
 struct Sink {
     fd: PrivateFd,
@@ -98,7 +98,7 @@ impl Sink {
     }
 }
 
-/// Returns whether a write of less than PIPE_BUF bytes would now neither block nor raise SIGPIPE.
+/// Returns whether a write of less than PIPE_BUF bytes would neither block nor raise SIGPIPE at this moment.
 fn takes_a_line(fd: BorrowedFd<'_>) -> bool {
     let mut wanted = [PollFd::new(&fd, PollFlags::OUT)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -123,14 +123,15 @@ fn is_off(filter: &Targets) -> bool {
     levels.all(|level| level == LevelFilter::OFF)
 }
 
-/// The layer: filters events and writes them to the sink.
+/// The layer of the subscriber that filters events and writes them to the sink.
 struct Lines {
     filter: Targets,
     sink: fn() -> Option<&'static Sink>,
 }
 
 impl<S: Subscriber> Layer<S> for Lines {
-    // The filter never changes, so a call site is asked only once (the default of `register_callsite`).
+    // The filter never changes, so `tracing` calls this only once for each call site (the default of
+    // `register_callsite`).
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
         metadata.is_event() && self.filter.would_enable(metadata.target(), metadata.level())
     }
@@ -162,7 +163,7 @@ impl<S: Subscriber> Layer<S> for Lines {
     }
 }
 
-/// A line that is being put together. Text beyond the room is cut off, and control characters become spaces.
+/// A line that is being put together. Text beyond `LINE_MAX` is cut off, and control characters become spaces.
 struct Line {
     bytes: [u8; LINE_MAX],
     length: usize,
@@ -176,7 +177,7 @@ impl Line {
         }
     }
 
-    /// Returns the line with its line feed, for which room was kept.
+    /// Returns the line with its line feed, for which `write_str` has kept a byte.
     fn finish(&mut self) -> &[u8] {
         if let Some(end) = self.bytes.get_mut(self.length) {
             *end = b'\n';

@@ -1,8 +1,8 @@
 //! The configuration from `RDMASOCK_*` environment variables.
 //!
 //! [`VARIABLES`] is the only table of them: parser, messages, `rdmasock run --help` and docs/configuration.md come from
-//! it. Nothing here can fail: a bad value costs one line on stderr, and the default is used. The rules file is in
-//! rules.rs, the destination of log lines in log.rs.
+//! it. Reading them cannot fail: for a bad value the default is used, and one line is written to stderr. The rules file
+//! is in rules.rs, the destination of log lines in log.rs.
 
 use core::fmt;
 use std::ffi::{CString, OsString};
@@ -31,7 +31,7 @@ mod variables;
 pub mod verbs;
 pub(crate) mod ways;
 
-/// The beginning of all variables' names; alone it is the name of the main switch.
+/// The beginning of all variables' names. The main switch has this name itself.
 const PREFIX: &str = "RDMASOCK";
 
 bitflags::bitflags! {
@@ -45,16 +45,16 @@ bitflags::bitflags! {
     }
 }
 
-/// The answer to a program that asks for an io_uring. No hook sees the calls of a ring.
+/// The answer to a program that asks for an io_uring. No hook sees the I/O that goes through an io_uring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum IoUring {
     /// [`Self::Hide`] for a program with libuv, which then uses epoll; else [`Self::Allow`].
     #[default]
     Auto,
-    /// ENOSYS, as from a kernel without io_uring.
+    /// The call fails with ENOSYS, as on a kernel without io_uring.
     Hide,
-    /// The ring. From then on the program's connections are on TCP.
+    /// The program gets its io_uring, and all its connections stay on TCP from then on.
     Allow,
 }
 
@@ -69,10 +69,10 @@ pub enum OnExec {
     Leave,
 }
 
-/// The smallest size from which on the device copies from program to program, between hosts.
+/// The size from which on the device copies from program to program, past the rings, between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroCopy {
-    /// The device never does.
+    /// The device never copies from program to program.
     #[default]
     Off,
     /// The size from which on a copy costs more than a registration.
@@ -85,11 +85,11 @@ pub enum ZeroCopy {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
-    /// By a ring.
+    /// Through a ring.
     Eager,
-    /// Into a buffer that the receiver has posted; else by a ring.
+    /// Into a buffer that the receiver has posted; without one, through a ring.
     Put,
-    /// From memory that the sender offers; else by a ring.
+    /// From memory that the sender offers; if that is not possible, through a ring.
     Get,
 }
 
@@ -97,10 +97,10 @@ pub enum Way {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Alloc {
-    /// From wherever the program's malloc has them.
+    /// From the program's own malloc.
     #[default]
     Off,
-    /// From arenas that stay registered: `librdmasock_alloc.so` is preloaded too.
+    /// From memory that stays registered with devices: `librdmasock_alloc.so` is preloaded too.
     Registered,
 }
 
@@ -115,7 +115,7 @@ pub struct Config {
     pub log: Targets,
     /// The path of the log file, with `%p` not yet replaced; `None` is stderr.
     pub log_file: Option<PathBuf>,
-    /// When a stream has proved worth promoting.
+    /// The threshold at which a stream is promoted.
     pub promote_after: Threshold,
     /// The longest time that a waiting thread spins before it sleeps.
     pub spin: Duration,
@@ -125,7 +125,7 @@ pub struct Config {
     pub ring_max: Size,
     /// The largest size of a link's arena on each side, bytes, a power of two.
     pub arena: Size,
-    /// Whether, between hosts, the device itself reads and writes the memory of programs.
+    /// The size from which on the device copies from program to program, between hosts.
     pub zcopy: ZeroCopy,
     /// Where the large blocks of malloc come from.
     pub alloc: Alloc,
@@ -145,7 +145,7 @@ pub struct Config {
     pub local_device: Option<PathBuf>,
     /// For tests: the folder that the plugin reads in place of `/sys/class`.
     pub sys_class: Option<CString>,
-    /// For developers: the protocol of large sends between hosts, where they can use it.
+    /// For developers: the protocol of large sends between hosts, if the sends can use it.
     pub way: Option<Way>,
 }
 
@@ -179,7 +179,7 @@ impl Default for Config {
     }
 }
 
-/// A variable in the environment that is not as it should be.
+/// A variable in the environment that is unknown or has a bad value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
     /// The variable, its value and the accepted values.
@@ -194,17 +194,17 @@ impl fmt::Display for Warning {
     }
 }
 
-/// Read once; fork children inherit it.
+/// The configuration. It is read once; fork children inherit it.
 static CONFIG: OnceBox<Config> = OnceBox::new();
 
-/// Returns the configuration that the user asked for.
+/// Returns the configuration of this process, and reads it at the first call.
 #[inline]
 pub fn config() -> &'static Config {
     CONFIG.get_or_init(|| Box::new(Config::from_env()))
 }
 
 impl Config {
-    /// Returns the configuration of this process. Writes one line to stderr for each fault.
+    /// Reads the configuration from the environment. Writes one line to stderr for each fault.
     #[must_use]
     pub fn from_env() -> Self {
         let (config, warnings) = Self::from_vars(std::env::vars_os());
@@ -215,8 +215,8 @@ impl Config {
     }
 
     /// Returns the configuration from name–value pairs, and one message for each faulty pair. Ignores names that do not
-    /// begin with `RDMASOCK`. An empty value is the same as no variable. Only for the main switch an empty value is a
-    /// fault, and switches off.
+    /// begin with `RDMASOCK`. An empty value counts as no variable. The exception is the main switch: an empty value is
+    /// a fault there, and switches the library off.
     pub fn from_vars(vars: impl IntoIterator<Item = (OsString, OsString)>) -> (Self, Vec<Warning>) {
         let mut config = Self::default();
         let mut warnings = Vec::new();
@@ -256,7 +256,7 @@ fn is_ours(name: &[u8]) -> bool {
         .is_some_and(|rest| rest.is_empty() || rest.starts_with(b"_"))
 }
 
-/// Returns text from outside as a message may show it: on one line, not too long.
+/// Returns text from the environment in a form for messages: on one line, cut to `LONGEST` letters.
 fn shown(text: &str) -> String {
     const LONGEST: usize = 80;
     let mut line: String = text.chars().take(LONGEST).flat_map(char::escape_debug).collect();

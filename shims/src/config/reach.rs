@@ -1,7 +1,7 @@
-//! Which other hosts are in reach: whether this host has an RDMA device that leads to a destination. Also the port and
-//! the secret by which hosts ask each other.
+//! Decides which other hosts are in reach: whether this host has an RDMA device that leads to a destination. Also has
+//! the port and the secret by which hosts ask each other about connections.
 //!
-//! `service::hosts` asks, and `service::control` answers.
+//! `service::hosts` sends these questions, and `service::control` answers them.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -13,21 +13,21 @@ use rdmasock_core::rendezvous::diag;
 
 use crate::config::{Config, Fabrics};
 
-/// The facts that decide which hosts are in reach. Made once; fork children inherit it.
+/// The facts that decide which hosts are in reach. They are collected once; fork children inherit them.
 pub(crate) struct Reach {
     /// The control port. 0: this process neither asks nor answers.
     port: u16,
     key: Option<Key>,
     pretend: Vec<IpNet>,
-    /// Whether the configuration allows the fabric between hosts.
+    /// Whether the configuration allows the fabric `verbs`.
     wanted: bool,
-    /// For tests: whether that fabric is used within the host.
+    /// For tests: whether `verbs` is also used within the host.
     is_here: bool,
 }
 
 impl Reach {
-    /// Returns the facts from the configuration. A secret that cannot be used costs one line on stderr and switches the
-    /// control port off. So hosts are never asked without the secret that was configured.
+    /// Collects the facts from the configuration. If the secret cannot be used, writes one line to stderr and switches
+    /// the control port off. So this host never asks other hosts without the configured secret.
     pub(crate) fn new(config: &Config) -> Self {
         let mut reach = Self {
             port: config.control_port,
@@ -61,13 +61,14 @@ impl Reach {
         self.key.as_ref()
     }
 
-    /// Returns whether connections of this process may move to an RDMA device: the fabric is allowed, and there may be
-    /// a device. Pretended networks count as a device. Does not check whether the plugin loads.
+    /// Returns whether connections of this process may move to an RDMA device: `verbs` is allowed, and there may be a
+    /// device. Networks of RDMASOCK_DEV_PRETEND_RDMA count as a device. Does not check whether the plugin loads.
     pub(crate) fn verbs_ready(&self) -> bool {
         !self.pretend.is_empty() || self.wanted && crate::config::verbs::is_possible()
     }
 
-    /// For tests: returns whether hosts ask and answer each other though no link can be made.
+    /// For tests: returns whether hosts ask and answer each other although no link can be made
+    /// (RDMASOCK_DEV_PRETEND_RDMA).
     pub(crate) fn pretends(&self) -> bool {
         !self.pretend.is_empty()
     }
@@ -77,28 +78,29 @@ impl Reach {
         self.is_here
     }
 
-    /// Returns whether a link for a connection that this process has accepted is one between hosts.
+    /// Returns whether a connection that this process has accepted gets a link between hosts.
     pub(crate) fn is_between_hosts(&self, tuple: &Tuple) -> bool {
         self.is_here || !diag::is_here(tuple.acceptor(), tuple.connector(), tuple.device())
     }
 
-    /// Returns whether a connection from this local address to `remote` could move: an RDMA device has the address.
+    /// Returns whether a connection from `local` to `remote` could move to a device: an RDMA device has the address
+    /// `local`.
     pub(crate) fn is_candidate(&self, local: IpAddr, remote: IpAddr, devices: &mut Devices) -> bool {
         self.pretend.iter().any(|net| net.contains(&remote)) || self.wanted && devices.have(local)
     }
 }
 
-/// Which local addresses RDMA devices have, as last seen. A lookup reads dozens of small files, more if a device has a
-/// large table of GIDs, and takes a descriptor for each.
+/// A cache of the local addresses that RDMA devices have. A lookup without it reads dozens of small files, more if a
+/// device has a large table of GIDs, and opens a descriptor for each.
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// By address: whether a device has it, and until when that answer holds, monotonic ns.
+    /// For each address, whether a device has it, and until when that answer is kept, monotonic ns.
     seen: HashMap<IpAddr, (bool, u64)>,
 }
 
 impl Devices {
     const GOOD_FOR: u64 = 2_000_000_000;
-    /// The most addresses that are remembered. One host seldom has more that matter.
+    /// The most addresses that are kept. Few hosts use as many.
     const MANY: usize = 256;
 
     /// Returns whether an RDMA device has this local address.

@@ -11,8 +11,8 @@
 //! action = "leave"                # or "accelerate"
 //! ```
 //!
-//! A key that is left out matches everything. IPv4-mapped IPv6 addresses count as IPv4.
-//! Not here: the other reasons for which a connection stays on TCP.
+//! A key that is left out matches everything. IPv4-mapped IPv6 addresses count as IPv4. The other reasons for which a
+//! connection stays on TCP are in other files.
 
 use core::net::{IpAddr, SocketAddr};
 use core::ops::RangeInclusive;
@@ -24,10 +24,10 @@ use rdmasock_core::stats::Direction;
 use rustix::io::Errno;
 use serde::Deserialize;
 
-/// A rules file longer than this many bytes is a mistake.
+/// The longest rules file that is read, bytes. A longer file is taken for a mistake.
 const LONGEST: usize = 1 << 20;
 
-/// The decision of the rules about a connection.
+/// The rules' decision about a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Decision {
@@ -151,7 +151,7 @@ impl Rules {
     /// Reads rules from the text of a file.
     ///
     /// # Errors
-    /// A message of one line that names the fault and its line.
+    /// A message of one line that names the fault and its line in the text.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         toml::from_str(text).map_err(|error| {
             let message = error.message().replace('\n', ", ");
@@ -165,8 +165,8 @@ impl Rules {
         })
     }
 
-    /// Returns the decision of the first rule that matches; without one, [`Decision::Accelerate`]. `program` is a
-    /// basename; `local` is this end.
+    /// Returns the decision of the first rule that matches; without one, [`Decision::Accelerate`]. `program` is the
+    /// program's basename, and `local` this end's address.
     #[must_use]
     pub(crate) fn decide(&self, program: &str, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Decision {
         self.rules
@@ -202,10 +202,11 @@ fn has_address(nets: Option<&OneOrMany<Net>>, addr: SocketAddr) -> bool {
     nets.is_none_or(|nets| nets.any(|net| net.0.contains(&ip)))
 }
 
-/// Returns whether all of `text` matches `glob`: `*` is any number of bytes, `?` is one.
+/// Returns whether the whole `text` matches `glob`, where `*` stands for any number of bytes and `?` for one byte.
 fn is_glob_match(glob: &[u8], text: &[u8]) -> bool {
     let (mut rest_glob, mut rest_text) = (glob, text);
-    // Where to go on if the part behind the latest star does not match: one byte further in the text.
+    // The glob behind the latest star, and the text at which it was tried. If it does not match there, it is tried
+    // again one byte further.
     let mut star: Option<(&[u8], &[u8])> = None;
     loop {
         match (rest_glob, rest_text) {

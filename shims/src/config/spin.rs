@@ -8,32 +8,33 @@ use rdmasock_core::os::privatefd::PrivateFd;
 
 use crate::sys::time::now_ns;
 
-/// Decides whether and how long to spin before a sleep, from how earlier spins ended.
+/// Decides whether and how long a thread spins before it sleeps, from how its earlier spins ended.
 ///
-/// Spinning pays when the awaited event usually comes within the bound and no other thread needs the core. So a hit
-/// raises a score and a miss lowers it. At a score of 0 or below only one wait in `PROBE_EVERY` spins.
+/// Spinning pays when the awaited event usually comes within the bound and no other thread needs the core. So a spin in
+/// which the event came (a hit) raises a score, and a spin that timed out (a miss) lowers it. At a score of 0 or below
+/// only one wait in `PROBE_EVERY` spins.
 ///
-/// While more threads can run than there are cores, the bound is the cost of a sleep and its wake-up. To spin that long
-/// and then sleep costs at most twice the better of the two, in any case (Karlin et al., "Competitive randomized
-/// algorithms for nonuniform problems", 1990).
+/// While more threads can run than there are cores, the bound is the cost of a sleep and its wake-up. A thread that
+/// spins that long and then sleeps pays at most twice the cost of the better choice (Karlin et al., "Competitive
+/// randomized algorithms for nonuniform problems", 1990).
 ///
-/// The bound does not count the delay of a thread that yields its core, which runs again only after all other threads.
-/// A thread that is woken from a sleep runs before those that have used the core for long. So if the cores stay crowded
-/// for more than a moment, a wait for processes of this host does not spin at all.
+/// The bound leaves out one cost: a spinning thread that yields its core runs again only after all other threads. A
+/// thread that is woken from a sleep runs before those that have used the core for long. So if the cores are
+/// overcommitted at two checks in a row, a wait for processes of this host does not spin at all.
 pub struct Spinner {
     score: AtomicI32,
     skipped: AtomicU32,
-    /// Waits in a row that ended after the spinning thread had yielded.
+    /// The number of hits in a row that came only after the spinning thread had yielded.
     in_turns: AtomicU32,
 }
 
-/// The processes that a wait is for.
+/// Where the processes run that a wait is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Peers {
-    /// Only processes of this host: a sleep costs this side a system call, and the peer another.
+    /// Only on this host. A sleep costs this side one system call, and the peer another.
     Near,
-    /// Processes of other hosts too. A sleep costs more, because completions have to be requested, and they may bring
-    /// another connection's bytes.
+    /// Also on other hosts. A sleep costs more: the thread has to request a completion event first, and the event may
+    /// be for the bytes of another connection.
     Far,
 }
 
@@ -43,19 +44,21 @@ impl Peers {
     }
 }
 
-/// How long a quick peer takes to answer, ns.
+/// How long `glance` spins, ns: the time that a quick peer takes to answer.
 const GLANCE: u64 = 1_000;
-/// Time after which a spinning thread yields between checks, ns. If threads wait for a core it yields early. Else it
-/// yields late, because a peer that has a core of its own may still be woken onto this one.
+/// The time after which a spinning thread yields its core between checks, ns. It yields even if each thread has a core,
+/// because the kernel may have woken the peer's thread onto this core. If threads wait for a core, it yields after
+/// `POLITE_AFTER_CROWDED`, which is earlier.
 const POLITE_AFTER: u64 = 4_000;
 const POLITE_AFTER_CROWDED: u64 = 1_000;
-/// Checks, each with a pause, between two readings of the clock: about half a microsecond. With more of them, a thread
-/// that spins beside too many others would yield too late.
+/// The number of checks, each with a pause instruction, between two readings of the clock: about 0.5 µs. With more
+/// checks, a thread would yield too late on crowded cores.
 const BETWEEN_CLOCKS: u32 = 8;
 /// The cost of a sleep and its wake-up, both sides together, ns.
 const SLEEP_COST: u64 = 5_000;
-/// Waits in a row in which the peer ran only after this thread had yielded. After this many the two may share a core
-/// while another is idle. The wake-up from a sleep finds the idle core, a yield does not.
+/// The number of hits in a row, each only after a yield, after which the next wait sleeps at once. This thread and the
+/// peer's may then share a core while another core is idle. A wake-up from a sleep finds the idle core; a yield does
+/// not.
 const IN_TURNS_MAX: u32 = 64;
 const SCORE_MAX: i32 = 8;
 const PROBE_EVERY: u32 = 16;
@@ -67,7 +70,7 @@ impl Default for Spinner {
 }
 
 impl Spinner {
-    /// Returns a spinner with the best score.
+    /// Returns a spinner with the highest score.
     pub const fn new() -> Self {
         Self {
             score: AtomicI32::new(SCORE_MAX),
@@ -76,7 +79,7 @@ impl Spinner {
         }
     }
 
-    /// Returns how long to spin this time, ns; 0 means not at all.
+    /// Returns how long the next wait may spin, ns; 0 means not at all.
     pub fn bound(&self, of: Peers) -> u64 {
         let bound = crate::config::config().spin.as_nanos() as u64;
         if bound == 0
@@ -93,14 +96,15 @@ impl Spinner {
         }
     }
 
-    /// Returns whether waits have ended in a spin lately, and the next one may. Unlike [`Self::bound`], never probes.
+    /// Returns whether the score is above 0 and the load of the cores allows a spin. Unlike [`Self::bound`], never
+    /// allows a spin only to probe.
     pub fn pays(&self) -> bool {
         let is_off = crate::config::config().spin.is_zero();
         !is_off && self.score.load(Relaxed) > 0 && !matches!(LOAD.room(), Room::Full | Room::OneCore)
     }
 
-    /// Spins until `done` returns true, for at most `bound` ns. Returns the last value of `done`. Returns false at once
-    /// if only a sleep gets two threads off one core.
+    /// Spins until `done` returns true, for at most `bound` ns. Returns whether `done` has returned true. After
+    /// `IN_TURNS_MAX` hits in a row that needed a yield, returns false at once, so that the caller sleeps.
     pub fn spin(&self, bound: u64, done: impl FnMut() -> bool) -> bool {
         if bound == 0 {
             return false;
@@ -122,7 +126,8 @@ impl Spinner {
     }
 }
 
-/// Spins for as long as a quick peer takes to answer, before a call that costs as much. Does not change any score.
+/// Spins for up to `GLANCE` ns, before a system call that costs as much. Returns whether `done` has returned true.
+/// Changes no score.
 pub(crate) fn glance(done: impl FnMut() -> bool) -> bool {
     spin_for(GLANCE, done) != SpinEnd::Miss
 }
@@ -138,7 +143,7 @@ enum SpinEnd {
 
 fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
     let mut hit = SpinEnd::Hit;
-    // An event that comes at once costs no reading of the clock.
+    // The clock is first read after `BETWEEN_CLOCKS` checks: an event that comes at once costs no reading.
     let mut start = None;
     loop {
         for _ in 0..BETWEEN_CLOCKS {
@@ -160,13 +165,13 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
     }
 }
 
-/// Whether the cores are taken, by threads that can run.
+/// The load of the cores: how many threads can run on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Room {
     /// No more threads can run than there are cores.
     Free = 0,
-    /// More threads can run than there are cores. At the check before, there was room.
+    /// More threads can run than there are cores. The check before found `Free`.
     Crowded = 1,
     /// More threads can run than there are cores, at this check and at the one before.
     Full = 2,
@@ -174,8 +179,8 @@ enum Room {
 }
 
 impl Room {
-    /// Returns the room for `running` threads that can run on `cores` cores. `was_free` says that the last check found
-    /// [`Self::Free`].
+    /// Returns the load of `cores` cores on which `running` threads can run. `was_free` says that the check before
+    /// found [`Self::Free`].
     fn of(running: u32, cores: u32, was_free: bool) -> Self {
         match running <= cores {
             true => Self::Free,
@@ -185,7 +190,7 @@ impl Room {
     }
 }
 
-/// Whether the cores are taken, checked once a tick at most.
+/// The last measured `Room`. It is measured at most once a tick of the kernel's clock.
 struct Load {
     at: AtomicU64,
     room: AtomicU8,
@@ -205,7 +210,7 @@ impl Load {
         }
     }
 
-    /// Returns the room on the cores. Checks it again if the kernel's clock has ticked since the last check.
+    /// Returns the load of the cores. Measures it again if the kernel's clock has ticked since the last measurement.
     fn room(&self) -> Room {
         let now = crate::sys::time::tick();
         let last = self.at.load(Relaxed);
@@ -232,18 +237,18 @@ impl Load {
     }
 }
 
-// How many threads can run on this machine, and on how many processors.
+// The number of threads that can run on this machine, and the number of processors for this process.
 
 static FD: AtomicI32 = AtomicI32::new(-1);
 static PROCESSORS: AtomicU32 = AtomicU32::new(0);
 
-/// Forgets the descriptor in a fork child, where it is closed.
+/// Forgets the descriptor of /proc/loadavg in a fork child, where it is closed.
 pub(crate) fn after_fork() {
     FD.store(-1, Release);
 }
 
-/// Returns the number of processors that this process may use, which is a container's or taskset's share. `None` if the
-/// kernel does not report it.
+/// Returns the number of processors that this process may use: with a container or taskset, only its share. `None` if
+/// the kernel does not report it.
 fn processors() -> Option<u32> {
     let mut processors = PROCESSORS.load(Relaxed);
     if processors == 0 {
@@ -253,8 +258,8 @@ fn processors() -> Option<u32> {
     Some(processors)
 }
 
-/// Returns the number of threads that can run, the caller's included, by one system call. `None` if the kernel does not
-/// report it.
+/// Returns the number of threads that can run, the calling thread included, by one system call. `None` if the kernel
+/// does not report it.
 fn runnable() -> Option<u32> {
     let mut fd = FD.load(Acquire);
     if fd < 0 {
@@ -276,7 +281,8 @@ fn runnable() -> Option<u32> {
     running(text.get(..n)?)
 }
 
-/// Returns the running threads from a text such as "0.00 0.01 0.05 2/123 4567", whose fourth field is running/existing.
+/// Returns the number of running threads from a text such as "0.00 0.01 0.05 2/123 4567". Its fourth field is
+/// running/existing.
 fn running(text: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(text).ok()?;
     text.split(' ').nth(3)?.split('/').next()?.parse().ok()
@@ -287,7 +293,7 @@ mod tests {
     use super::*;
 
     fn bound(room: Room, of: Peers) -> u64 {
-        // The next check is due at the kernel clock's next tick.
+        // Keeps `bound` from measuring again before the kernel clock's next tick.
         LOAD.at.store(crate::sys::time::tick(), Relaxed);
         LOAD.room.store(room as u8, Relaxed);
         Spinner::new().bound(of)
@@ -302,7 +308,7 @@ mod tests {
 
     #[test]
     fn on_a_full_machine_nobody_spins_for_processes_of_this_host() {
-        // Another test may have checked in between, or the clock may have ticked.
+        // Another test may have measured the load in between, or the clock may have ticked.
         let mut tries = 0..1_000;
         assert!(tries.any(|_| bound(Room::Full, Peers::Near) == 0 && bound(Room::Full, Peers::Far) == SLEEP_COST));
         assert!(tries.any(|_| bound(Room::Crowded, Peers::Near) == SLEEP_COST));

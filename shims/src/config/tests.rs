@@ -16,7 +16,7 @@ fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
 #[test]
 fn every_default_in_the_table_is_the_default() {
     for variable in VARIABLES.iter().filter(|v| {
-        // The default of these is described in words.
+        // The defaults of these variables are descriptions, not values.
         ![
             "RDMASOCK_LOG_FILE",
             "RDMASOCK_RULES",

@@ -1,5 +1,5 @@
 //! The table of environment variables: names, defaults, accepted values, meanings, and how each value gets into a
-//! [`Config`]. The values that are more complex than a word or a number have types, each with its notation.
+//! [`Config`]. Values that are more complex than a word or a number have a type and a parser of their own.
 
 use std::ffi::{CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
@@ -19,13 +19,14 @@ use crate::config::{Config, Fabrics, ZeroCopy};
 pub struct Variable {
     /// The variable's name.
     pub name: &'static str,
-    /// The value that is used if the variable is not set, as one would write it, or in words.
+    /// The value that is used if the variable is not set: as a user would write it, or a description of it.
     pub default: &'static str,
-    /// The values that are accepted, in words.
+    /// A description of the accepted values.
     pub accepts: &'static str,
-    /// The variable's effect, in words.
+    /// A description of the variable's effect.
     pub meaning: &'static str,
-    /// Stores a value. `None` means not accepted: the configuration is unchanged, except that the main switch is off.
+    /// Stores a value. `None` means that the value is not accepted. The configuration is then unchanged, except that a
+    /// bad value of the main switch switches it off.
     pub(super) set: fn(&mut Config, &OsStr) -> Option<()>,
 }
 
@@ -210,7 +211,7 @@ pub(super) const DEVELOPER: &[Variable] = &[
     },
 ];
 
-/// Stores a value that was accepted. `None` leaves the field unchanged.
+/// Stores `value` in the field. `None`, a value that was not accepted, leaves the field unchanged.
 fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {
     *field = value?;
     Some(())
@@ -238,7 +239,7 @@ fn fabrics(value: &OsStr) -> Option<Fabrics> {
     })
 }
 
-/// Reads `16r,1M`, one of the two alone, or `0`.
+/// Parses a threshold: `16r,1M`, one of the two items alone, or `0`. `None` means not accepted.
 fn promote_after(text: &str) -> Option<Threshold> {
     let mut found = Threshold {
         requests: None,
@@ -273,13 +274,13 @@ fn zero_copy(value: &OsStr) -> Option<ZeroCopy> {
     }
 }
 
-/// Reads a power of two from `least` to `most`.
+/// Parses a power of two from `least` to `most`. `None` means not accepted.
 fn size(value: &OsStr, least: Size, most: Size) -> Option<Size> {
     let size = Size::parse(value.to_str()?)?;
     (size.0.is_power_of_two() && (least..=most).contains(&size)).then_some(size)
 }
 
-/// Returns the known name that is most like `name`.
+/// Returns the name of the variable that is most similar to `name`.
 pub(super) fn nearest(name: &str) -> &'static str {
     let names = VARIABLES.iter().map(|variable| variable.name);
     names
@@ -323,7 +324,7 @@ impl Size {
         self.0
     }
 
-    /// Reads the notation; the suffix may be in lower case. `None` means not accepted.
+    /// Parses a size; the suffix may be in lower case. `None` means not accepted.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let suffix = text.chars().next_back()?.to_ascii_uppercase();
@@ -339,11 +340,12 @@ impl Size {
     }
 }
 
-/// Returns the levels of the log, for everything and for some targets. A word alone has to be a level.
+/// Parses the log's filter: a level for all targets, and levels for single targets. An item without `=` has to be a
+/// level. `None` means not accepted.
 fn log_filter(text: &str) -> Option<Targets> {
     let is_valid = |item: &str| {
         let level = item.split_once('=').map_or(item, |(_, level)| level);
-        // Numbers are levels too for `parse`, and so is no text.
+        // `parse` would also accept a number, or an empty text, as a level.
         level.starts_with(|first: char| first.is_ascii_alphabetic()) && level.parse::<LevelFilter>().is_ok()
     };
     text.split(',').all(is_valid).then(|| text.parse().ok())?

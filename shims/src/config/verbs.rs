@@ -43,20 +43,22 @@ static HOST: Host = Host {
 
 /// The folder where the kernel shows RDMA devices.
 const DEVICES: &str = "/sys/class/infiniband";
-/// How long the answer "no device" holds, ns.
+/// How long the answer "no device" is kept, ns.
 const NONE_FOR: u64 = 10_000_000_000;
 
-/// The last answer about RDMA devices: until when "no device" holds, monotonic ns, or [`SOME`](Self::SOME).
+/// The last answer about RDMA devices. It is [`SOME`](Self::SOME), or the time until which "no device" is kept,
+/// monotonic ns.
 struct Seen(AtomicU64);
 
 static SEEN: Seen = Seen(AtomicU64::new(0));
 
 impl Seen {
-    /// There is a device. This answer holds for good.
+    /// The answer "there is a device", which is kept for good.
     const SOME: u64 = u64::MAX;
 
-    /// Returns whether there is a device. Threads that ask at the same moment all read the folder. A connection that
-    /// gets the answer "no device" stays on TCP for good, so no thread may get that answer while another still reads.
+    /// Returns whether there is a device; `look` finds that out. Threads that call this at the same moment all call
+    /// `look`. A connection that gets the answer "no device" stays on TCP for good. So a thread gets it only from a
+    /// call of `look` that has returned.
     fn ask(&self, now: u64, look: impl FnOnce() -> bool) -> bool {
         let mut until = self.0.load(Relaxed);
         if until <= now {
@@ -67,14 +69,15 @@ impl Seen {
     }
 }
 
-/// Returns whether this host may have an RDMA device, by reading a folder, before anything is opened. Reading takes a
-/// descriptor for a moment, and the program would miss its number. So it is rare, and never happens where the kernel
-/// does not know RDMA.
+/// Returns whether this host may have an RDMA device, without opening the plugin: whether the kernel's folder of
+/// devices has an entry. Reading the folder takes a descriptor for a moment, and meanwhile the program cannot get its
+/// number. So the folder is read rarely, and never where the kernel does not know RDMA.
 pub fn is_possible() -> bool {
     if SEEN.0.load(Relaxed) == Seen::SOME || config().local_device.is_some() {
         return true;
     }
-    // Where the kernel does not know RDMA, this is all. The kernel may still load a module later.
+    // If the folder is missing, the kernel does not know RDMA. That answer is not kept, because the kernel may load a
+    // module later.
     if rustix::fs::stat(DEVICES).is_err() {
         return false;
     }
@@ -85,7 +88,7 @@ pub fn is_possible() -> bool {
     })
 }
 
-/// Returns the plugin, and opens it at the first call. `Err` is the reason why there is none.
+/// Returns the plugin, and opens it at the first call. `Err` says why it cannot be opened.
 pub fn plugin() -> Result<&'static Plugin, &'static str> {
     let opened = PLUGIN.get_or_init(|| {
         let opened = open();
@@ -98,10 +101,11 @@ pub fn plugin() -> Result<&'static Plugin, &'static str> {
     opened.as_ref().map(|p| *p).map_err(String::as_str)
 }
 
-/// Notifies the plugin in a fork child, before any other use: everything that it handed out before is void.
+/// Notifies the plugin of a fork, in the child, before any other use of the plugin. All handles that the plugin has
+/// returned before are void in the child.
 pub fn after_fork() {
     if let Some(Ok(plugin)) = PLUGIN.get() {
-        // SAFETY: this is the child's only thread, and nothing that the plugin handed out before is used any more.
+        // SAFETY: this is the child's only thread, and the child uses no handle that the plugin has returned before.
         unsafe { (plugin.after_fork)() };
     }
 }
@@ -112,7 +116,7 @@ fn open() -> Result<&'static Plugin, String> {
         None => beside_library().ok_or("the library's own path is not known")?,
     };
     let file = path.display();
-    // SAFETY: the library's own plugin; its constructors are rdma-core's.
+    // SAFETY: the file is the library's own plugin. Its only constructors are rdma-core's.
     let object = unsafe { Object::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let text = std::error::Error::source(&error).map_or_else(String::new, |s| format!(": {s}"));
         format!("{file} cannot be opened{text}")
@@ -196,7 +200,7 @@ pub fn has_device(local: IpAddr) -> bool {
 pub struct Acceptor {
     plugin: &'static Plugin,
     listener: *mut Listener,
-    /// The address at which it listens.
+    /// The local address, with the port on which the listener listens.
     pub address: SocketAddr,
     /// An fd that is readable when another instance connects.
     pub fd: c_int,
@@ -206,7 +210,7 @@ pub struct Acceptor {
 unsafe impl Send for Acceptor {}
 
 impl Acceptor {
-    /// Listens at this local address, on a port that the system chooses.
+    /// Listens at the local address, on a port that the system chooses.
     pub fn new(local: IpAddr) -> Result<Self, Errno> {
         let plugin = plugin().map_err(|_| Errno::NODEV)?;
         let at = Address::from(SocketAddr::new(local, 0));
@@ -221,8 +225,8 @@ impl Acceptor {
         })
     }
 
-    /// Returns the next connection that another instance asks for; `None` if there is none now. After `Err` no more
-    /// will come.
+    /// Returns the next connection that another instance has requested; `None` if no request is waiting. After `Err` no
+    /// more requests will come.
     pub fn next(&self) -> Result<Option<Incoming>, Errno> {
         // SAFETY: zeroes are a value of this plain struct.
         let mut request: Request = unsafe { std::mem::zeroed() };
@@ -245,7 +249,7 @@ impl Drop for Acceptor {
     }
 }
 
-/// A connection that another instance asks for.
+/// A connection that another instance has requested.
 pub struct Incoming {
     pair: Pair,
     /// The private data of the other instance's request.
@@ -253,7 +257,8 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// Accepts the connection with `answer` as private data. `beside` is a pair that outlives the new one.
+    /// Accepts the connection with `answer` as private data. `beside` is a pair to the same peer, with which the new
+    /// pair shares registrations and the completion fd. It outlives the new pair.
     pub fn accept(self, answer: &[u8], beside: Option<&Pair>) -> Result<Pair, Errno> {
         let (plugin, conn) = (self.pair.plugin, self.pair.conn()?);
         let beside = beside.map_or(null_mut(), |pair| pair.conn.load(Acquire));
@@ -273,8 +278,9 @@ impl Incoming {
     }
 }
 
-/// Connects. Waits at most `timeout_ms`, or longer where the device cannot be hurried. `beside` is a pair that outlives
-/// the new one.
+/// Connects to `remote`, and blocks meanwhile. `timeout_ms` bounds the search for a route, and again the wait for the
+/// peer's answer, ms. Some devices take longer. `beside` is a pair to the same peer, with which the new pair shares
+/// registrations and the completion fd. It outlives the new pair.
 pub fn connect(
     local: IpAddr,
     remote: SocketAddr,
@@ -301,14 +307,14 @@ pub fn connect(
     Ok(Pair::new(plugin, conn))
 }
 
-/// The state of a connection.
+/// The state of a pair's connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum State {
-    /// Not up yet.
+    /// The connection is not established yet.
     Connecting,
-    /// Up.
+    /// The connection is established.
     Up,
-    /// Over.
+    /// The connection has ended, for this reason.
     Down(Errno),
 }
 
@@ -327,7 +333,7 @@ pub struct Dialled {
 /// A connected queue pair.
 pub struct Pair {
     plugin: &'static Plugin,
-    /// The plugin's connection; null once it is freed.
+    /// The plugin's connection; null once it is taken out.
     conn: AtomicPtr<Conn>,
 }
 
@@ -350,7 +356,7 @@ impl Pair {
         if conn.is_null() { Err(Errno::NOTCONN) } else { Ok(conn) }
     }
 
-    /// Takes over the queue pair of `other`. This pair's was [taken](Self::take) before.
+    /// Moves the queue pair of `other` into this value, whose own queue pair was [taken](Self::take) before.
     pub fn stand_for(&self, other: &Self) {
         let before = self.conn.swap(other.conn.swap(null_mut(), AcqRel), AcqRel);
         debug_assert!(before.is_null());
@@ -365,7 +371,7 @@ impl Pair {
         Ok(info)
     }
 
-    /// Takes in events of the connection, and returns its state.
+    /// Handles pending events of the connection, and returns its state.
     pub fn state(&self) -> State {
         // SAFETY: the connection lives as long as this value.
         match self.conn().and_then(|conn| check(unsafe { (self.plugin.state)(conn) })) {
@@ -375,7 +381,7 @@ impl Pair {
         }
     }
 
-    /// Ends the connection; both ends see that.
+    /// Ends the connection. Both ends then find it down.
     pub fn disconnect(&self) {
         if let Ok(conn) = self.conn() {
             // SAFETY: the connection lives as long as this value.
@@ -383,7 +389,8 @@ impl Pair {
         }
     }
 
-    /// Takes the queue pair out of this value, whose users find none from now on.
+    /// Moves the queue pair out of this value into a new one. Later calls on this value fail as on a connection that is
+    /// down.
     pub fn take(&self) -> Self {
         Self::new(self.plugin, self.conn.swap(null_mut(), AcqRel))
     }
@@ -393,14 +400,14 @@ impl Drop for Pair {
     fn drop(&mut self) {
         let conn = *self.conn.get_mut();
         if !conn.is_null() {
-            // SAFETY: this value alone had the connection, and it is dropped once.
+            // SAFETY: this value alone owned the connection, and it is dropped once.
             unsafe { (self.plugin.destroy)(conn) };
         }
     }
 }
 
 impl Pair {
-    /// Posts by the plugin's function.
+    /// Posts a work request by `call`, which calls a function of the plugin.
     fn post(&self, call: impl FnOnce(*mut Conn) -> i32) -> Result<(), PostError> {
         match self.conn().map(call) {
             Ok(0..) => Ok(()),
@@ -409,7 +416,8 @@ impl Pair {
         }
     }
 
-    /// Makes another call of the plugin. A queue pair that was destroyed is down with ENOTCONN.
+    /// Makes a call of the plugin that posts nothing, and returns its result. `Err` has ENOTCONN if the queue pair was
+    /// taken out.
     fn ask(&self, call: impl FnOnce(*mut Conn) -> i32) -> Result<usize, Down> {
         let conn = self.conn().map_err(|error| Down(error.raw_os_error()))?;
         let result = call(conn);
@@ -424,7 +432,7 @@ impl QueuePair for Pair {
 
     unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down> {
         let mut region = Region::default();
-        // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
+        // SAFETY: the memory is valid by the caller's contract, and the connection lives as long as this value.
         self.ask(|conn| unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut region) })?;
         Ok(region)
     }
@@ -439,12 +447,12 @@ impl QueuePair for Pair {
 
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
         let immediate = immediate.as_ref().map_or(null(), std::ptr::from_ref);
-        // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
+        // SAFETY: the memory is valid by the caller's contract, and the connection lives as long as this value.
         self.post(|conn| unsafe { (self.plugin.write)(conn, write, immediate) })
     }
 
     unsafe fn read(&self, read: &Read) -> Result<(), PostError> {
-        // SAFETY: by the caller's contract on the memory; the connection lives as long as this value.
+        // SAFETY: the memory is valid by the caller's contract, and the connection lives as long as this value.
         self.post(|conn| unsafe { (self.plugin.read)(conn, read) })
     }
 

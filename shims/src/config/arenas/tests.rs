@@ -7,7 +7,7 @@ use rdmasock_core::allocator::NEXT;
 use crate::config::arenas::*;
 
 const LEN: usize = 2 << 20;
-/// Where the pieces of the tests begin. No test reads the memory there.
+/// The address at which the pieces of the tests begin. No test reads the memory there.
 const START: usize = 1 << 40;
 const PIECES: usize = 64;
 const KIB: usize = 1024;
@@ -173,6 +173,6 @@ fn there_may_be_nothing_and_no_limit() {
         assert_eq!(budget.take(100_000, 1, limit), None);
     }
     assert_eq!(budget.take(1 << 30, 1, u64::MAX).unwrap().0, 1 << 30);
-    // A limit that was lowered meanwhile, below what is taken.
+    // The limit was lowered meanwhile, below the bytes that are taken.
     assert_eq!(budget.take(1, 1, 8192), None);
 }

@@ -1,11 +1,12 @@
-//! Ends a process whose main thread has ended before (`pthread_exit`) when only the service thread is left.
+//! Ends a process whose main thread has ended by itself (`pthread_exit`), once no thread of the program is left.
 //!
-//! libc calls `exit(0)` in the last thread that ends. It counts the service thread too, which does not end. So the
-//! service thread has the process ended by the same call. The work of an exit itself is in `process/exit`.
+//! libc calls `exit(0)` in the last thread that ends. libc counts the service thread too, which does not end. So the
+//! service thread starts a thread that makes this call. The library's own work at an exit is in `process/exit`.
 //!
-//! A main thread that ends by itself runs the destructors of its keys; one that calls `exit`, or returns from `main`,
-//! does not. After that, and never before, the service thread checks from time to time how many threads there are. If
-//! only it is left there are two: the kernel keeps the main thread as a zombie until the last thread ends.
+//! A main thread that ends by itself runs the destructors of its thread-specific keys; a main thread that calls `exit`,
+//! or returns from `main`, does not. After such a destructor has run, the service thread checks from time to time how
+//! many threads the process has. If the program has none left, there are two: the service thread, and the main thread,
+//! which the kernel keeps as a zombie until the last thread ends.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -16,23 +17,23 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use rdmasock_core::os::privatefd::Transit;
 use rustix::fs::{CWD, Mode, OFlags};
 
-/// The value of `KEY` before there is a key.
+/// The value of `KEY` before the key is created.
 const NONE: u32 = u32::MAX;
-/// Keys from this on need memory of libc's for their values (PTHREAD_KEY_2NDLEVEL_SIZE).
+/// For a key of this number or above, pthread_setspecific(3) allocates memory (PTHREAD_KEY_2NDLEVEL_SIZE).
 const IN_THREAD: u32 = 32;
-/// The first interval between two checks, and the longest, ns.
+/// The first interval between two checks of the number of threads, and the longest, ns.
 const FIRST: u64 = 1_000_000;
 const LONGEST: u64 = 64_000_000;
 
-/// The key; only the main thread has a value for it.
+/// The thread-specific key whose destructor is `main_ends`. Only the main thread has a value for it.
 static KEY: AtomicU32 = AtomicU32::new(NONE);
-/// The main thread has begun to end.
+/// Whether the main thread has begun to end by itself.
 static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
-/// Makes the service thread check, if there is one.
+/// The function that wakes the service thread, if there is one, for its check.
 static TELL: OnceLock<fn()> = OnceLock::new();
 
-/// Begins to watch the main thread. Called by the main thread when the library is loaded. `tell` makes the service
-/// thread, if there is one by then, check its [`ThreadWatch`].
+/// Begins to watch for the end of the main thread. Called by the main thread when the library is loaded. `tell` wakes
+/// the service thread, if there is one, so that it checks its [`ThreadWatch`].
 pub(crate) fn watch_main_thread(tell: fn()) {
     let _ = TELL.set(tell);
     let mut key = 0;
@@ -46,7 +47,8 @@ pub(crate) fn watch_main_thread(tell: fn()) {
     }
 }
 
-/// The thread that forks is the child's main thread, even if it is another thread here.
+/// Runs in a fork child. The thread that has forked is the child's main thread, even if it was another thread in the
+/// parent.
 extern "C" fn in_child() {
     HAS_BEGUN.store(false, Relaxed);
     if KEY.load(Acquire) < IN_THREAD {
@@ -69,17 +71,18 @@ extern "C" fn main_ends(_: *mut c_void) {
 
 /// The service thread's wait for the program's other threads to end.
 pub(crate) struct ThreadWatch {
-    /// When the next check is due, monotonic ns; 0: none is.
+    /// When the next check is due, monotonic ns; 0 if none is due.
     at: u64,
     every: u64,
-    /// The process is being ended.
+    /// Whether a thread was started that ends the process.
     is_over: bool,
-    /// The signal mask of the thread that has started the service thread, for the thread that ends the process.
+    /// The signal mask of the thread that has started the service thread. The thread that ends the process gets this
+    /// mask.
     mask: libc::sigset_t,
 }
 
 impl ThreadWatch {
-    /// Creates a watch without a check that is due.
+    /// Creates a watch for which no check is due yet.
     pub(crate) fn new(mask: libc::sigset_t) -> Self {
         Self {
             at: 0,
@@ -89,12 +92,13 @@ impl ThreadWatch {
         }
     }
 
-    /// Returns when the next check is due, monotonic ns. `None` if none is.
+    /// Returns when the next check is due, monotonic ns; `None` if none is due.
     pub(crate) fn next_timeout(&self) -> Option<u64> {
         (self.at != 0).then_some(self.at)
     }
 
-    /// Ends the process if no thread of the program is left. Costs one load while the main thread lives.
+    /// Checks whether a thread of the program is left, if a check is due at `now`. If none is left, ends the process.
+    /// Costs one load while the main thread lives.
     pub(crate) fn on_timeout(&mut self, now: u64) {
         if !HAS_BEGUN.load(Acquire) || self.is_over || now < self.at {
             return;
@@ -107,8 +111,8 @@ impl ThreadWatch {
     }
 }
 
-/// Whether the calling thread is the only one beside the main thread, which has ended. Then no other thread can change
-/// that.
+/// Returns whether the main thread has ended and the calling thread is the only other one. If true, it stays true,
+/// because there is no thread that could start another.
 fn is_alone() -> bool {
     let mut text = [MaybeUninit::uninit(); 512];
     let _transit = Transit::begin();
@@ -122,11 +126,11 @@ fn is_alone() -> bool {
     }
 }
 
-/// Whether proc_pid_stat(5) shows the main thread as a zombie, and two threads.
+/// Returns whether a text as in proc_pid_stat(5) shows the main thread as a zombie, and two threads.
 fn is_zombie_and_one(stat: &[u8]) -> bool {
-    /// The place of the number of threads, counted from the state.
+    /// The position of the field with the number of threads, counted from the field with the state.
     const THREADS: usize = 17;
-    // The name before may contain any character.
+    // The program's name, in parentheses before these fields, may contain any character.
     let Some(end) = stat.iter().rposition(|byte| *byte == b')') else {
         return false;
     };
@@ -136,11 +140,11 @@ fn is_zombie_and_one(stat: &[u8]) -> bool {
     fields.next() == Some(b"Z") && fields.nth(THREADS - 1) == Some(b"2")
 }
 
-/// Ends the process as libc would, in a thread like any other of the program's. The service thread meanwhile does the
-/// work that an exit may ask for. Returns false if no thread can be made.
+/// Starts a thread that ends the process by `exit(0)`, as libc would. The service thread is free to do what exit
+/// handlers request from it. Returns false if no thread can be made.
 fn end_process(mask: libc::sigset_t) -> bool {
     let mask = Box::into_raw(Box::new(mask)).cast();
-    // SAFETY: `end` takes the mask that it gets, which is leaked and so outlives the thread.
+    // SAFETY: `end` expects a pointer to a mask. The mask is leaked, so it outlives the thread.
     unsafe {
         let mut thread = std::mem::zeroed();
         libc::pthread_create(&raw mut thread, std::ptr::null(), end, mask) == 0
@@ -148,7 +152,7 @@ fn end_process(mask: libc::sigset_t) -> bool {
 }
 
 extern "C" fn end(mask: *mut c_void) -> *mut c_void {
-    // SAFETY: `mask` is the leaked mask of `end_process`. Exit handlers are the program's, which expects them to run.
+    // SAFETY: `mask` is the leaked mask of `end_process`. `exit` runs the program's exit handlers, as libc would here.
     unsafe {
         libc::pthread_sigmask(libc::SIG_SETMASK, mask.cast(), std::ptr::null_mut());
         libc::exit(0)

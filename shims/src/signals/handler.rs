@@ -1,29 +1,30 @@
-//! Whether a thread is in a signal handler of the program's. Some things must not be done there: a handler that has
-//! interrupted `malloc` cannot make a thread.
+//! Finds out whether a thread is in a signal handler of the program. In a handler some actions are not safe: for
+//! example, a handler that has interrupted `malloc` must not start a thread.
 //!
-//! The answer comes from the frame that the kernel has put on the stack for the handler (`process/sigaction` notes
-//! where). In a handler that frame is above the stack pointer, and unchanged. Unwinding would not do: programs switch
-//! stacks, or overwrite them (greenlets), and an unwinder that does not know that reads anywhere.
+//! The answer comes from the frame that the kernel has put on the stack for the handler. `process/sigaction` notes the
+//! frame's address. As long as the handler runs, the frame is above the stack pointer, and unchanged. Unwinding the
+//! stack is no alternative: programs switch stacks, or overwrite them (greenlets), which would lead an unwinder to
+//! arbitrary addresses.
 //!
-//! The frame of a handler that has returned may be taken for a live one, until it is overwritten. Then a request is put
-//! off in vain. Handlers that `process/sigaction` does not call are not seen.
+//! A handler that has returned may count as running until its frame is overwritten. The only effect is that an action
+//! is put off needlessly. Handlers that `process/sigaction` does not call are not noticed.
 //!
-//! A sleep of [`on_duty`] hands its work over before a handler runs.
+//! A thread that sleeps in [`on_duty`] hands its work over to another thread before a handler runs.
 
 use std::ops::Range;
 
 use rdmasock_core::os::thread::Thread;
 use rdmasock_core::os::{kernel, thread};
 
-/// The greatest distance between a handler's frame and a call of the handler's on one stack, bytes.
+/// The greatest distance on one stack between a handler's frame and the frame of a call that the handler makes, bytes.
 const REACH: usize = 1 << 20;
 
-/// The distance from the kernel's frame to the handler's `ucontext`, bytes. The frame begins with the address that the
-/// handler returns to (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h).
+/// The distance from the start of the kernel's frame to the handler's `ucontext`, bytes. The frame begins with the
+/// address that the handler returns to (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h).
 const BEFORE_CONTEXT: usize = size_of::<usize>();
 
-/// Notes that a handler with this `ucontext` is about to run on the thread. If it has interrupted another handler, the
-/// outer one stays noted.
+/// Notes that a handler with the `ucontext` at `context` is about to run on the thread. If the signal has interrupted
+/// another handler, that outer handler stays noted.
 pub(crate) fn note(thread: &Thread, context: usize) {
     if !is_above(thread, context) {
         // SAFETY: the kernel has just written the frame, which begins at this address.
@@ -32,7 +33,7 @@ pub(crate) fn note(thread: &Thread, context: usize) {
     }
 }
 
-/// Whether the calling thread is in a handler.
+/// Returns whether the calling thread is in a signal handler.
 #[cold]
 #[inline(never)]
 pub(crate) fn is_in_one() -> bool {
@@ -45,7 +46,7 @@ pub(crate) fn is_in_one() -> bool {
     is_in
 }
 
-/// Whether the noted frame is further out than `here`, and unchanged.
+/// Returns whether the noted frame is further out on the stack than `here`, and unchanged.
 fn is_above(thread: &Thread, here: usize) -> bool {
     let (context, returns_to) = thread.handler.get();
     let frame = context.wrapping_sub(BEFORE_CONTEXT);
@@ -56,12 +57,13 @@ fn is_above(thread: &Thread, here: usize) -> bool {
         && unsafe { *(frame as *const usize) } == returns_to
 }
 
-/// Whether the thread is on the alternate stack, if `place` is on that stack. True if `place` is elsewhere.
+/// Returns false if `place` lies on the alternate signal stack and the thread is not on that stack; otherwise true.
 fn is_its_stack(place: usize) -> bool {
     alternate_stack().is_none_or(|(stack, is_on_it)| is_on_it || !stack.contains(&place))
 }
 
-/// Returns the thread's alternate stack, and whether the thread is on it. `None` if the kernel does not tell.
+/// Returns the thread's alternate signal stack, and whether the thread is on it. `None` if the kernel does not report
+/// it.
 pub(super) fn alternate_stack() -> Option<(Range<usize>, bool)> {
     // SAFETY: all zeroes are a valid value of this plain struct, which the call fills.
     let stack = unsafe {
@@ -74,30 +76,30 @@ pub(super) fn alternate_stack() -> Option<(Range<usize>, bool)> {
     Some((from..from + stack.ss_size, stack.ss_flags & libc::SS_ONSTACK != 0))
 }
 
-/// Whether a word can be read. The kernel reads the mask before it checks `how`, which is invalid here: EFAULT if the
-/// mask cannot be read, else EINVAL.
+/// Returns whether the word at `place` can be read, by rt_sigprocmask(2) with `place` as the mask and an invalid `how`.
+/// The kernel reads the mask first: the call fails with EFAULT if it cannot, otherwise with EINVAL.
 pub(super) fn is_readable(place: usize) -> bool {
     // SAFETY: the call changes nothing, and the kernel checks the address.
     let asked = unsafe { kernel::call(libc::SYS_rt_sigprocmask, [usize::MAX, place, 0, 8, 0, 0]) };
     asked != Err(rustix::io::Errno::FAULT)
 }
 
-// Work that a thread does for others while it sleeps. A signal handler of the program's may wait for any time. So
-// while a handler runs above the sleep, other threads have to do that work.
+// Work that a thread does for other threads while it sleeps. If a signal interrupts the sleep, the program's handler
+// may block for any time. So before the handler runs, the work is handed over to another thread.
 
 type HandOver<'a> = &'a dyn Fn();
 
-/// Runs `sleep`, a call that blocks. If a signal handler runs meanwhile, calls `hand_over` before it, once. `hand_over`
-/// is async-signal-safe.
+/// Runs `sleep`, a call that blocks. Before the first signal handler that interrupts it, calls `hand_over`, which is
+/// async-signal-safe.
 pub(crate) fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> R {
     let before = thread::current().duty.replace((&raw const hand_over).cast());
     let _duty = Duty { before };
     sleep()
 }
 
-/// Keeps the thread's `hand_over` until it is dropped, also if the thread is cancelled.
+/// Restores the thread's earlier `hand_over` when it is dropped, also if the thread is cancelled.
 struct Duty {
-    /// The `hand_over` of the call that a signal handler has interrupted, or null.
+    /// The `hand_over` of the outer call of `on_duty`, which a signal handler has interrupted; null if there is none.
     before: *const (),
 }
 
@@ -107,8 +109,7 @@ impl Drop for Duty {
     }
 }
 
-/// Hands the thread's work over. For a signal handler that is about to run while the thread has no critical section
-/// open.
+/// Hands the thread's work over. Called before a signal handler runs; the thread has no critical section open.
 #[inline]
 pub(crate) fn on_handler() {
     let duty = thread::current().duty.replace(std::ptr::null());
@@ -119,7 +120,8 @@ pub(crate) fn on_handler() {
 
 #[cold]
 fn hand_over(duty: *const ()) {
-    // SAFETY: `on_duty` has stored this address, of a value in the frame of a call in which this thread still is.
+    // SAFETY: `on_duty` has stored the address of a value in its frame, and this thread has not returned from
+    // `on_duty`.
     (unsafe { *duty.cast::<HandOver<'_>>() })();
 }
 
@@ -154,7 +156,7 @@ mod tests {
         SEEN.swap(0, SeqCst)
     }
 
-    /// Overwrites the stack below the caller's frame.
+    /// Overwrites the stack beyond the caller's frame.
     #[inline(never)]
     fn overwrite() -> u8 {
         let bytes = std::hint::black_box([7u8; 32 * 1024]);
@@ -180,7 +182,7 @@ mod tests {
             assert_eq!(set, 0);
             install(libc::SA_ONSTACK);
             assert_eq!(raise(), 2);
-            // The frame is unchanged, but the thread is on the other stack.
+            // The frame is unchanged, but it is on the alternate stack, and the thread is not.
             assert!(!is_in_one());
         })
         .join()

@@ -1,17 +1,18 @@
-//! `longjmp` and its kin out of a signal handler that has interrupted the library (the classic time-out by alarm(2)).
-//! Before the program continues at the target, the interrupted call withdraws all that it has announced, and releases
-//! all that it holds.
+//! Handles `longjmp` and `siglongjmp` out of a signal handler that has interrupted the library (the classic time-out by
+//! alarm(2)). Before the program continues at the target, the interrupted call withdraws what it has announced to other
+//! threads, and releases its locks.
 //!
-//! No state is undone behind a call's back. The jump waits, and the call finishes as if the kernel had returned EINTR:
+//! So the jump waits, and the interrupted call finishes as if the kernel had returned EINTR:
 //!
-//! - If the handler has interrupted the library itself (`thread`: a section is open), the handler is left by
-//!   `rt_sigreturn`, as if it had returned. The interrupted code continues to the end of the section, which is short.
-//! - If the handler has interrupted a call of libc's that blocks, that call is given up, and [`outside`] returns EINTR
-//!   in its place.
-//! - The end of the outermost section carries the jump out.
+//! - If the handler has interrupted the library's own code (a section is open, `core::os::thread`), the jump ends the
+//!   handler by `rt_sigreturn`, as if it had returned. The interrupted code continues to the end of the section, which
+//!   is short.
+//! - If the handler has interrupted a blocking call of libc, the jump leaves that call, and [`outside`] fails with
+//!   EINTR in its place.
+//! - At the end of the outermost section the thread jumps to the program's target.
 //!
-//! A jump whose target is within the handler, or on another stack (coroutines), leaves no call and is not handled here.
-//! Handlers that are left by `setcontext` or an exception are not seen.
+//! A jump whose target is within the handler, or on another stack (coroutines), leaves no call of the library, and is
+//! made at once. If a handler is left by `setcontext` or an exception, no hook sees that.
 
 use std::ffi::{c_int, c_void};
 use std::mem::{ManuallyDrop, MaybeUninit};
@@ -21,7 +22,7 @@ use rdmasock_core::os::thread;
 use crate::sys::errno;
 use crate::sys::real::Failure;
 
-/// Runs `call` as one critical section: a jump leaves none of it half done.
+/// Runs `call` as one critical section: a jump out of a signal handler waits for its end.
 #[inline(always)]
 pub fn within<R>(call: impl FnOnce() -> R) -> R {
     let thread = thread::current();
@@ -31,7 +32,8 @@ pub fn within<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// A cancellation point, for a call that may finish without one of libc's. The caller has no live destructor.
+/// A cancellation point, for a hook that may finish without a cancellation point of libc. The caller has no live
+/// destructor.
 #[inline(always)]
 pub fn cancellation_point() {
     if thread::current().is_cancelled() {
@@ -46,7 +48,8 @@ unsafe extern "C-unwind" {
 #[cold]
 #[inline(never)]
 fn be_cancelled() {
-    // Not in a handler that has interrupted a section: such handlers do not wait for its end (`process/sigaction`).
+    // With a section open, the thread is in a handler that could not wait for the end of the section
+    // (`process/sigaction`). It must not end there.
     if thread::current().depth() == 0 {
         // SAFETY: the call may unwind; the frames that the forced unwind passes have no live destructors, by the
         // callers' contract.
@@ -54,23 +57,24 @@ fn be_cancelled() {
     }
 }
 
-/// Calls [`within`], for a call that is a cancellation point.
+/// Calls `cancellation_point`, then [`within`].
 #[inline(always)]
 pub fn within_point<R>(call: impl FnOnce() -> R) -> R {
     cancellation_point();
     within(call)
 }
 
-/// Makes a call of libc's that may block and has no destructor; a jump may leave it. Returns EINTR if a jump has left
-/// it, or if the thread already leaves the library by a jump.
+/// Makes a call of libc that may block and has no destructor. A jump may leave the call. Fails with EINTR if a jump has
+/// left it, or if a jump of the thread waits already.
 pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {
     outside_about(std::ptr::null(), call)
 }
 
-/// Calls [`outside`], with the object that the call is about. Not inlined: see `hooks` on destructors.
+/// Does what [`outside`] does, for a call about the object `about` (null: none). Not inlined: see `hooks` on
+/// destructors.
 #[inline(never)]
 fn outside_about<R: Failure, F: FnOnce() -> R>(about: *const (), call: F) -> R {
-    /// Ends the section, also if `pthread_cancel` ends the thread in the call.
+    /// Ends the outside call and the section when it is dropped, also if `pthread_cancel` ends the thread in the call.
     struct Inside<'a>(&'a thread::Outside);
     impl Drop for Inside<'_> {
         fn drop(&mut self) {
@@ -93,7 +97,7 @@ fn outside_about<R: Failure, F: FnOnce() -> R>(about: *const (), call: F) -> R {
         place: &place,
     };
     let inside = Inside(&place);
-    // SAFETY: the job has the type that this `run` takes, and outlives the call.
+    // SAFETY: `job` has the type that this `run` expects, and outlives the call.
     let is_left = unsafe { land(run::<R, F>, (&raw mut job).cast(), place.landing.as_ptr()) };
     let result = if is_left {
         errno::set(libc::EINTR);
@@ -102,19 +106,20 @@ fn outside_about<R: Failure, F: FnOnce() -> R>(about: *const (), call: F) -> R {
         // SAFETY: `land` has returned false, so `run` has finished and written the result.
         unsafe { job.result.assume_init() }
     };
-    // This destructor may carry the jump out, and not return. No other value here has a destructor.
+    // This drop may make the waiting jump, and then does not return. No other value in this frame has a destructor.
     drop(inside);
     result
 }
 
-/// Makes a call that can block. `leave` undoes the work before it if `pthread_cancel` ends the thread in the call. If a
-/// jump out of a signal handler leaves the call, it returns EINTR.
+/// Makes a call that can block. If `pthread_cancel` ends the thread in the call, `leave` runs, which undoes the
+/// caller's work before the call. If a jump out of a signal handler leaves the call, fails with EINTR.
 pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     about_or_if_cancelled(std::ptr::null(), call, leave)
 }
 
-/// Makes a call of libc's that cannot block, in the section that is open. Only `pthread_cancel` can leave it, and then
-/// `leave` undoes the work before it. Not inlined: see `hooks` on destructors.
+/// Makes a call of libc that cannot block, in the open section. No jump can leave the call. If `pthread_cancel` ends
+/// the thread in it, `leave` runs, which undoes the caller's work before the call. Not inlined: see `hooks` on
+/// destructors.
 #[inline(never)]
 pub fn quick_or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     let mut unwound = Unwound(Some(leave));
@@ -123,8 +128,8 @@ pub fn quick_or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) 
     result
 }
 
-/// Calls [`or_if_cancelled`], with the object that the call is about (`Thread::is_inside`). Not inlined: see `hooks` on
-/// destructors.
+/// Does what [`or_if_cancelled`] does, for a call about the object `about` (`Thread::is_inside`). Not inlined: see
+/// `hooks` on destructors.
 #[inline(never)]
 pub fn about_or_if_cancelled<R: Failure>(about: *const (), call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     let mut unwound = Unwound(Some(leave));
@@ -149,16 +154,16 @@ struct Job<'a, R, F> {
     place: &'a thread::Outside,
 }
 
-/// Runs the job. There is a landing only while this frame is on the stack.
+/// Runs the job's call, outside. A jump may resume at the landing only while this frame is on the stack.
 unsafe extern "C-unwind" fn run<R: Failure, F: FnOnce() -> R>(job: *mut c_void) {
     // SAFETY: `outside_about` passes a job with these types, which outlives this call.
     let job = unsafe { &mut *job.cast::<Job<'_, R, F>>() };
-    // SAFETY: the call is taken only here, once.
+    // SAFETY: only this line takes the call out, and it runs once for each job.
     let call = unsafe { ManuallyDrop::take(&mut job.call) };
     let thread = thread::current();
     thread.step_out(job.place);
-    // From here on a jump does not return here, and a handler does not wait. Signals that wait already are delivered
-    // first.
+    // From here on a jump leaves this frame, and signal handlers do not wait. Signals that have waited for the section
+    // are delivered first.
     if thread.is_due() {
         thread.let_signals_in();
     }
@@ -176,7 +181,7 @@ pub use machine::before;
 use machine::land;
 
 mod machine {
-    //! The parts that depend on the processor, the kernel's signal frame and glibc's `jmp_buf`.
+    //! The code that depends on the processor, the kernel's signal frame and glibc's `jmp_buf`.
 
     use std::arch::{asm, naked_asm};
     use std::ops::Range;
@@ -189,7 +194,7 @@ mod machine {
 
     /// The size of glibc's `struct __jmp_buf_tag`, bytes: registers, whether the mask is saved, the mask.
     const ENVIRONMENT: usize = 200;
-    /// The index of the stack pointer in it, in words.
+    /// The index of the stack pointer in `struct __jmp_buf_tag`, in words of 8 bytes.
     const STACK_POINTER: usize = 6;
 
     struct Jump {
@@ -202,7 +207,7 @@ mod machine {
         fn target(&self) -> usize {
             let mangled = self.environment.get(STACK_POINTER).copied().unwrap_or_default();
             let target: u64;
-            // SAFETY: reads the thread's pointer guard at glibc's place for it (tcbhead_t), which every thread has.
+            // SAFETY: reads the thread's pointer guard from glibc's `tcbhead_t`, which every thread has.
             unsafe {
                 asm!(
                     "ror {0}, 0x11",
@@ -215,7 +220,8 @@ mod machine {
         }
     }
 
-    /// Runs before a jump. Returns if the jump is to be made at once.
+    /// Runs before libc's `longjmp`. Returns if the jump is to be made at once; otherwise the jump waits, and this does
+    /// not return.
     ///
     /// # Safety
     /// `environment` is a `jmp_buf` that has been filled.
@@ -232,8 +238,7 @@ mod machine {
     #[inline(never)]
     unsafe fn before_slow(thread: &Thread, environment: *const c_void, value: c_int) {
         let jump = Jump {
-            // SAFETY: `environment` is a filled `jmp_buf`, by `before`'s contract, and both types are 8 words and a
-            // mask.
+            // SAFETY: `environment` is a filled `jmp_buf`, by `before`'s contract, and has `ENVIRONMENT` bytes.
             environment: unsafe { environment.cast::<[u64; ENVIRONMENT / 8]>().read() },
             value,
         };
@@ -243,20 +248,20 @@ mod machine {
                 && let Some(frame) = signal_frame()
             {
                 wait(thread, jump);
-                // SAFETY: the frame is a live handler's that has interrupted this thread, and no code between here and
-                // there continues.
+                // SAFETY: `frame` belongs to a running handler that has interrupted this thread. All code between that
+                // frame and this one ends here.
                 unsafe { return_from_signal(frame) };
             }
         } else if let Some(place) = thread.outside()
             && leaves(here, std::ptr::from_ref(place) as usize, jump.target())
         {
             wait(thread, jump);
-            // SAFETY: `run` for this place is on the stack, and no code between here and there continues.
+            // SAFETY: `run` for this place is on the stack. All code between its frame and this one ends here.
             unsafe { resume(place.landing.get()) };
         } else if thread.is_leaving() && leaves(here, thread.base(), jump.target()) {
-            // The end of a section was about to carry out an earlier jump, and this one replaces it. Later the earlier
-            // target might be gone.
-            // SAFETY: the box is from `wait`. The interrupted code, which might use it, does not continue.
+            // An earlier jump waits, which the end of a section was about to make. This jump replaces it, because the
+            // earlier target may be gone later.
+            // SAFETY: the box is from `wait`. The interrupted code, which might use the box, does not continue.
             drop(unsafe { Box::from_raw(thread.take_jump().cast::<Jump>()) });
         }
     }
@@ -267,13 +272,13 @@ mod machine {
             let jump = Box::into_raw(Box::new(jump));
             thread.set_jump(jump.cast(), carry_out);
         } else {
-            // The last jump counts, as if each had been made at once.
+            // The last jump replaces earlier ones, as if each had been made at once.
             // SAFETY: `before` is not null, so it is a box from the branch above, and only this thread uses it.
             unsafe { *before = jump };
         }
     }
 
-    /// Carries out the jump that waits. Called at the end of an outermost section.
+    /// Makes the waiting jump. Called at the end of an outermost section.
     extern "C" fn carry_out() {
         let thread = thread::current();
         let waiting = thread.jump().cast::<Jump>();
@@ -284,22 +289,23 @@ mod machine {
         if let Some(place) = thread.outside()
             && leaves(stack_pointer(), std::ptr::from_ref(place) as usize, target)
         {
-            // This call was made in a handler, which has itself interrupted another call.
-            // SAFETY: `run` for this place is on the stack, and no code between here and there continues, as in
+            // The ended section belongs to a call of a handler, and that handler has interrupted another outside call.
+            // The jump leaves that call first.
+            // SAFETY: `run` for this place is on the stack. All code between its frame and this one ends here, as in
             // `before_slow`.
             unsafe { resume(place.landing.get()) };
         }
         thread.take_jump();
         // SAFETY: the box is from `wait`, and `take_jump` has removed the only other pointer. The jump is the program's
-        // own. Its target is still there: it is further out than all frames that have returned.
+        // own. Its target frame still exists, because it is further out than all frames that have returned.
         unsafe {
             let jump = *Box::from_raw(waiting);
             crate::sys::real::longjmp()(jump.environment.as_ptr().cast_mut().cast(), jump.value);
         }
     }
 
-    /// Whether a jump from `here` to `target` leaves the frame at `limit`: it is on the same stack as the target, and
-    /// further in.
+    /// Returns whether a jump from `here` to `target` leaves the frame at `limit`: whether that frame is on the same
+    /// stack as the target, and further in.
     fn leaves(here: usize, limit: usize, target: usize) -> bool {
         let from = match alternate() {
             Some(range) if range.contains(&limit) => here,
@@ -311,12 +317,12 @@ mod machine {
         from <= limit && limit < target && is_readable(from..target)
     }
 
-    /// Returns the alternate stack. `None` if the thread is not on it.
+    /// Returns the alternate signal stack; `None` if the thread is not on it.
     fn alternate() -> Option<Range<usize>> {
         handler::alternate_stack().and_then(|(stack, is_on_it)| is_on_it.then_some(stack))
     }
 
-    /// Whether all of the range can be read. Between two stacks there is usually a page that cannot.
+    /// Returns whether all pages of the range can be read. Between two stacks there is usually an unreadable page.
     fn is_readable(range: Range<usize>) -> bool {
         const PAGE: usize = 4096;
         let mut pages = (range.start & !(PAGE - 1)..range.end).step_by(PAGE);
@@ -345,15 +351,15 @@ mod machine {
     }
 
     /// Returns the signal frame of the innermost handler that this thread is in. That handler may have interrupted
-    /// another handler, which then finishes before the jump. The frame is found by unwinding, since stacks are full of
-    /// frames of earlier signals. `None` if the handler was compiled without unwind tables.
+    /// another handler, which then finishes before the jump. The frame is found by unwinding, since a search through
+    /// the stack would also find frames of earlier signals. `None` if the handler was compiled without unwind tables.
     fn signal_frame() -> Option<usize> {
         let mut search = Search {
             restorers: restorers(),
             frame: 0,
         };
-        // SAFETY: only walks the stack, without locks (glibc finds the tables by `_dl_find_object`), and calls `look`
-        // with `search`.
+        // SAFETY: the unwinder only walks the stack, without locks (glibc finds the tables by `_dl_find_object`), and
+        // calls `look` with `search`.
         unsafe { _Unwind_Backtrace(look, (&raw mut search).cast()) };
         let frame = search.frame;
         // `struct rt_sigframe` begins with the address that the handler returns to (arch/x86/include/asm/sigframe.h).
@@ -373,7 +379,7 @@ mod machine {
         STOP
     }
 
-    /// Returns the addresses that handlers return to. Usually one function of libc's serves all of them.
+    /// Returns the addresses that handlers return to. As a rule all handlers return to one function of libc.
     fn restorers() -> [usize; 4] {
         /// `struct kernel_sigaction`.
         #[repr(C)]
@@ -411,10 +417,10 @@ mod machine {
         at
     }
 
-    /// Leaves a handler: the kernel restores all registers and the mask.
+    /// Leaves a handler: the kernel restores the registers and the signal mask from `frame`.
     unsafe fn return_from_signal(frame: usize) -> ! {
-        // SAFETY: `frame` is a live handler's, by the caller's word. The kernel expects the stack pointer where the
-        // handler's own return would have left it, above the return address.
+        // SAFETY: `frame` belongs to a running handler, by the caller's contract. The kernel expects the stack pointer
+        // where the handler's own return would have left it, above the return address.
         unsafe {
             asm!(
                 "mov rsp, {0}",
@@ -427,8 +433,8 @@ mod machine {
         }
     }
 
-    /// Calls `run(job)`. Returns false when `run` returns, and true when [`resume`] gets the value that is stored in
-    /// `landing`.
+    /// Stores a stack pointer in `landing` and calls `run(job)`. Returns false when `run` returns, and true when
+    /// [`resume`] is called with the stored value.
     #[unsafe(naked)]
     pub(super) unsafe extern "C-unwind" fn land(
         run: unsafe extern "C-unwind" fn(*mut c_void),
@@ -471,7 +477,7 @@ mod machine {
         )
     }
 
-    /// Returns true from the [`land`] that has stored `landing`.
+    /// Makes the call of [`land`] that has stored `landing` return true.
     #[unsafe(naked)]
     unsafe extern "C" fn resume(landing: usize) -> ! {
         naked_asm!(
@@ -498,7 +504,7 @@ mod machine {
                 environment: [0; ENVIRONMENT / 8],
                 value: 1,
             };
-            // Mangling is its own inverse except for the rotation.
+            // glibc mangles a pointer by XOR with the guard, then by a rotation.
             jump.environment[STACK_POINTER] = 0;
             let guard = jump.target() as u64;
             jump.environment[STACK_POINTER] = (target as u64 ^ guard).rotate_left(0x11);
@@ -525,11 +531,10 @@ mod machine {
             let outermost = stack_pointer();
             let far_out = outermost + 64;
             section();
-            // Does what a handler in the middle of the section does. `end` would carry the jump out, and is interrupted
-            // before.
+            // Does what a handler's jump in the middle of a section does. The section's end has not made the jump yet.
             let environment = leading_to(far_out);
             wait(thread, Jump { environment, value: 1 });
-            // A jump within the handler: the interrupted code continues.
+            // A jump within the handler: the waiting jump stays.
             jump_to(thread.base() - 16);
             assert!(thread.is_leaving());
             // A jump out of the handler.

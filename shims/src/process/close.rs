@@ -1,5 +1,6 @@
-//! The last close() of a connection. It may have to wait for calls that began before, or for bytes that the other host
-//! may not have. A signal handler that has interrupted a use of the object delays it too.
+//! Carries out the last close() of a connection. The end of the connection may have to wait for calls that began
+//! before, or for bytes that another host has not confirmed. A signal handler that closes the connection while its own
+//! thread uses it leaves the close to the service thread.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -24,13 +25,13 @@ use crate::objects::socket;
 use crate::objects::socket::{Control, Farewell, Mode, Move, Socket, Stage, closed};
 use crate::sys::errno;
 
-/// The functions that `notify/call` calls when a thread finds the end of a connection.
+/// The functions that `notify/call`, a layer below, calls when a thread finds the end of a connection.
 pub(crate) static TOLD: Told = Told { on_call_back, lose };
 
-/// Releases the connection for `fd`, which the program closes and which is not in the table any more. Returns the
-/// peer's waiters to wake once the kernel's socket is closed.
+/// Releases the connection for `fd`, which the program closes and which the table has no entry for any more. Returns
+/// the peer's waiter to wake once the kernel's socket is closed.
 pub(crate) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
-    // A stream that another process has on a link stays there: this process only stops being a holder.
+    // A stream that another process has on a link stays on that link. This process only stops being a holder.
     let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
     let is_only_number = || {
         let control = socket.control.lock();
@@ -38,7 +39,7 @@ pub(crate) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     };
     let may_be_left = socket.may_be_on_link() && !is_foreign && is_only_number();
     if may_be_left && socket.promotion.holders.are_several() {
-        // The other holders continue with the kernel's socket.
+        // The other processes that hold the socket continue with the kernel's socket.
         crate::process::pass::release(socket, Reason::Inherited);
     }
     let Some(mut control) = socket.control.lock() else {
@@ -57,9 +58,10 @@ pub(crate) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     end(socket, control)
 }
 
-/// Puts a dead socket behind `fd` where markers may come, before the program closes `fd` or puts another file in its
-/// place. A call of another thread may begin between the removal from the table and the kernel's close. It goes to the
-/// kernel, and must not read a marker. The caller then removes the entry, and calls [`on_removed`].
+/// Replaces the file behind `fd` by a dead socket, if markers may still come. Runs before the program closes `fd` or
+/// puts another file in its place. A call of another thread that begins between the removal from the table and the
+/// kernel's close goes to the kernel, where it must not read a marker. The caller then removes the entry from the
+/// table, and calls [`on_removed`].
 pub(crate) fn hide_markers(socket: &'static Socket, fd: c_int) {
     if socket.rx_mode.load(Acquire) != Mode::Marked {
         return;
@@ -81,18 +83,18 @@ pub(crate) fn hide_markers(socket: &'static Socket, fd: c_int) {
         socket.numbers.hidden.store(fd, Release);
         let numbers = [dead.as_raw_fd(), fd, libc::O_CLOEXEC, 0, 0, 0].map(|number| number as usize);
         // SAFETY: dup3 gets two fds and a flag. The program is about to close `fd` itself, and the TCP socket has a
-        // private fd by now.
+        // private fd already.
         let _ = unsafe { kernel::call(libc::SYS_dup3, numbers) };
     }
 }
 
-/// Ends the work of [`hide_markers`], once the table has no entry for `fd`.
+/// Forgets the `fd` that [`hide_markers`] has recorded, once the table has no entry for `fd`.
 pub(crate) fn on_removed(socket: &'static Socket, fd: c_int) {
     let _ = socket.numbers.hidden.compare_exchange(fd, -1, AcqRel, Acquire);
 }
 
-/// Releases the connection for `fd`, which was closed without a hook. The fd is not in the table any more. It may stand
-/// for another file already, so it is not touched.
+/// Releases the connection for `fd`, which was closed without a hook. The table has no entry for `fd` any more. `fd`
+/// may stand for another file already, so it is not used here.
 #[cold]
 pub(crate) fn lose(socket: &'static Socket, fd: c_int) {
     let errno = errno::get();
@@ -120,15 +122,15 @@ fn lose_number(socket: &'static Socket, fd: c_int) {
         Inside::Interrupted => orphan(socket),
         Inside::Kernel | Inside::Ours => {
             drop(control);
-            // The calls find that their connection is lost.
+            // The woken calls find that their connection is lost.
             ready::notify_local(socket);
         }
     }
 }
 
 /// Keeps the connection for calls that began before its last fd was closed. Returns true if there are such calls: as in
-/// the kernel, the connection lives until they return. Also true if a signal handler has interrupted a use: the service
-/// thread decides then. The caller holds the control lock.
+/// the kernel, the connection lives until they return. Also returns true if the caller is a signal handler that has
+/// interrupted a use of the object: the service thread carries the close out later. The caller holds the control lock.
 fn hold(socket: &'static Socket) -> bool {
     let inside = calls_inside(socket, closed::HELD);
     match inside {
@@ -141,34 +143,35 @@ fn hold(socket: &'static Socket) -> bool {
     }
     socket.promotion.set_stage(Stage::Pinned);
     if inside == Inside::Kernel && socket.is_plain() && !socket.is_watched() {
-        // The kernel holds the file itself.
+        // The kernel keeps its file for these calls itself.
         socket.numbers.fd.store(-1, Release);
         return true;
     }
     if move_anchor(socket) {
         return true;
     }
-    // Without an fd for the TCP socket these calls fail.
+    // Without an fd for the TCP socket these calls fail when they wake.
     socket.numbers.closed.publish(closed::LOST);
     socket.numbers.fd.store(-1, Release);
     ready::notify_local(socket);
     true
 }
 
-/// Where the calls are that have not returned.
+/// Where the calls on a connection are that have not returned.
 #[derive(Clone, Copy, PartialEq)]
 enum Inside {
     Nobody,
-    /// This thread is in the middle of a use of the object, which a signal handler has interrupted.
+    /// The caller is a signal handler that has interrupted this thread in a use of the object, so the answer is not
+    /// known.
     Interrupted,
-    /// All are in the kernel's receive or send.
+    /// All such calls are in the kernel's receive or send.
     Kernel,
-    /// At least one is in a wait of the library.
+    /// At least one such call is in a wait of the library.
     Ours,
 }
 
-/// Publishes `what` has become of the fds ([`closed`]), and returns where calls are that began before. Each such call
-/// sees `what` when it returns. If there is none, the fds count as open again.
+/// Publishes `what`, the state of the fds ([`closed`]), and returns where the calls are that began before. Each such
+/// call sees `what` when it returns. If there is none, publishes the fds as open again.
 fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
     let sleeps = socket.wakes.interest.lock().map(|i| !i.sleepers.is_empty());
     let (Some(sleeps), Some(rx), Some(tx)) = (sleeps, socket.rx.lock(), socket.tx.lock()) else {
@@ -185,7 +188,7 @@ fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
     }
 }
 
-/// Moves the TCP socket to a private fd, if it has none yet. Returns false if there is no fd left.
+/// Moves the TCP socket to a private fd, if it has none yet. Returns false if no fd is left for that.
 fn move_anchor(socket: &'static Socket) -> bool {
     if privatefd::is_private(socket.numbers.fd.load(Acquire)) {
         return true;
@@ -198,7 +201,7 @@ fn move_anchor(socket: &'static Socket) -> bool {
     if socket.is_watched()
         && let Some(fd) = socket.numbers.anchor_fd()
     {
-        // The service thread's set has to watch the new fd.
+        // The service thread's epoll set has to watch the new fd.
         ready::watch(socket, fd);
     }
     true
@@ -221,15 +224,15 @@ fn on_call_back(socket: &'static Socket) {
     errno::set(errno);
 }
 
-/// Leaves the close to the service thread, because a signal handler has interrupted this thread in the middle of a use
-/// of the object. Until then the connection has a private fd for its TCP socket.
+/// Leaves the close to the service thread, because the caller is a signal handler that has interrupted this thread in a
+/// use of the object. Until the close the connection has a private fd for its TCP socket.
 #[cold]
 fn orphan(socket: &'static Socket) {
     let fd = socket.numbers.fd.load(Acquire);
     if fd >= 0
         && !table::still(fd, socket)
         && socket.numbers.is_behind(fd)
-        // SAFETY: the caller is about to close `fd`, so it is open, and it still stands for the socket.
+        // SAFETY: the program is about to close `fd`, so `fd` is open, and it still stands for the socket.
         && let Ok(copy) = PrivateFd::duplicate_closing(unsafe { BorrowedFd::borrow_raw(fd) })
     {
         socket.numbers.fd.store(copy.release(), Release);
@@ -241,7 +244,7 @@ fn orphan(socket: &'static Socket) {
 
 static ORPHANS: AtomicBool = AtomicBool::new(false);
 
-/// Carries out closes that signal handlers have left. Service thread only.
+/// Carries out the closes that signal handlers have left to the service thread. Only the service thread calls this.
 pub(crate) fn end_orphans() {
     if !ORPHANS.swap(false, SeqCst) {
         return;
@@ -267,8 +270,8 @@ pub(crate) fn end_orphans() {
     }
 }
 
-/// Ends a connection that has no fd of the program's any more, and no call inside. Returns the peer's waiters to wake
-/// once the kernel's socket is closed. A private fd is closed here.
+/// Ends a connection that has no fd of the program's any more, and that no call uses. Returns the peer's waiter to wake
+/// once the kernel's socket is closed. If the TCP socket has a private fd, it is closed here.
 fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewell {
     let anchor = socket.numbers.fd.load(Acquire);
     let last = socket.promotion.holders.let_go(socket.is_plain());
@@ -283,11 +286,11 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
         forget(socket);
         return Farewell::NONE;
     }
-    // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17). An fd that was closed without
-    // a hook may stand for the next file by now. Then no reset is possible through it.
+    // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17). If the fd was closed without a
+    // hook, it may stand for another file already, so it cannot be used for a reset.
     let is_lost = anchor < 0 || !socket.numbers.is_behind(anchor);
     if is_lost && last && connection::return_unread(socket, &control) {
-        // Without an end mark: to the peer this must not be an orderly end.
+        // The stream ends without an end mark, because the peer must not take this for an orderly end.
         let_go_of(socket, &mut control);
         drop(control);
         forget(socket);
@@ -295,11 +298,12 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     }
     let is_unread = rx::has_unread(socket) && !is_lost;
     let resets = last && (is_unread || refuses_what_came(socket));
-    // If the program asks for a reset, no end may precede it: behind an end it would not be a reset.
+    // If the program has asked for a reset, no end of the stream may precede it: the peer would take that for an
+    // orderly end.
     if last && !resets && !is_hard(socket) && stay_behind(socket, &mut control) {
         drop(control);
         forget_interest(socket);
-        // From here on the connection can be finished, and its object become another connection.
+        // From here on the service thread may end the connection, and reuse the object for another connection.
         socket.numbers.left_behind.store(true, Release);
         socket.later(Task::Settle);
         return Farewell::NONE;
@@ -318,25 +322,25 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     }
     let_go_of(socket, &mut control);
     drop(control);
-    // A connection that was held for calls has a private fd.
+    // A connection that was kept for calls has a private fd.
     drop(PrivateFd::adopt(anchor));
     forget(socket);
     farewell
 }
 
-/// Whether the program has asked for a reset in place of an orderly end (SO_LINGER with time 0).
+/// Returns whether the program has asked for a reset in place of an orderly end (SO_LINGER with time 0).
 pub(crate) fn is_hard(socket: &Socket) -> bool {
     let linger = |anchor| rustix::net::sockopt::socket_linger(anchor) == Ok(Some(std::time::Duration::ZERO));
     socket.numbers.anchor_fd().is_some_and(linger)
 }
 
-/// Leaves the rest of a close to the service thread, if not all of `unsent` is in TCP, or markers are `awaited`. The
-/// caller holds the control lock.
+/// Leaves the rest of a close to the service thread, if TCP has not taken the bytes `unsent`, or if markers are
+/// `awaited`. The caller holds the control lock.
 fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
     let Some(anchor) = socket.numbers.anchor_fd() else {
         return;
     };
-    // A program that has asked for a reset gets a reset.
+    // If the program has asked for a reset, nothing is sent before it.
     if is_hard(socket) || (awaited.is_none() && unsent.is_empty()) {
         return;
     }
@@ -368,8 +372,8 @@ fn let_go_of(socket: &'static Socket, control: &mut Control) {
     }
 }
 
-/// Keeps a stream between hosts, and its TCP socket, until the peer has received all bytes (P77). For a stream whose
-/// last fd is closed. Returns false if there is nothing to wait for, or no fd is left.
+/// Keeps a stream between hosts whose last fd is closed, and its TCP socket, until the peer has received all bytes
+/// (P77). Returns false if there is nothing to wait for, or no fd is left for the TCP socket.
 fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
     if !connection::stay::is_staying(control) || !move_anchor(socket) {
         return false;
@@ -378,7 +382,7 @@ fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
     true
 }
 
-/// Ends a stream that was left behind, if the peer has received all bytes. Returns true if it has ended.
+/// Ends a stream that `stay_behind` has kept, if the peer has received all bytes. Returns whether the stream has ended.
 pub(crate) fn finish(socket: &'static Socket) -> bool {
     {
         let Some(mut control) = socket.control.lock() else {
@@ -397,8 +401,9 @@ pub(crate) fn finish(socket: &'static Socket) -> bool {
     true
 }
 
-/// Makes the kernel reset the connection at the end of the process, if bytes on the link are unread. The kernel does
-/// not know of those. Returns whether the connection ends by a reset, which no end may precede.
+/// Makes the kernel reset the connection at the end of the process, if bytes on the link are unread; the kernel does
+/// not know of those bytes. Returns whether the connection ends by a reset. If so, the caller must not end the stream
+/// before.
 pub(crate) fn resets_at_exit(socket: &'static Socket) -> bool {
     if rx::has_unread(socket)
         && let Some(anchor) = socket.numbers.anchor_fd()
@@ -408,11 +413,11 @@ pub(crate) fn resets_at_exit(socket: &'static Socket) -> bool {
     is_hard(socket)
 }
 
-/// Marks the link's ring as closed for the peer: no call will read it any more. Returns true if data came before the
-/// peer could know. (For data that is unread anyway, the reset notifies the peer. A program that was woken before it
-/// would find the connection still open.)
+/// Marks the ring that this end receives in as closed, so that the peer sees that no call will read it any more.
+/// Returns whether it has unread data, which the peer has put in before. In that case the kernel's reset wakes the
+/// peer's program. It is not woken earlier, because it would find the connection still open.
 fn refuses_what_came(socket: &'static Socket) -> bool {
-    // A direction that is back on TCP may have another holder, which received the socket by SCM_RIGHTS.
+    // If the direction is back on TCP, another process may hold the socket, which it has received by SCM_RIGHTS.
     if socket.rx_mode.load(Acquire) == Mode::Tcp {
         return false;
     }
@@ -424,7 +429,7 @@ fn refuses_what_came(socket: &'static Socket) -> bool {
     rx::has_unread(socket)
 }
 
-/// Removes all epoll sets and sleepers from the socket, and wakes the sleepers.
+/// Removes the socket from all epoll sets, and wakes all threads that sleep for it.
 fn forget_interest(socket: &'static Socket) {
     let interest = {
         let Some(mut interest) = socket.wakes.interest.lock() else {

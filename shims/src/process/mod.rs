@@ -1,4 +1,4 @@
-//! Ends connections or hands them over: close, exit, exec, fds that are passed on.
+//! Ends connections or hands them over to other processes: close, exit, exec, fds that are passed on.
 
 pub(crate) mod close;
 pub(crate) mod exit;

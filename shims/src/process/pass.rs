@@ -1,8 +1,9 @@
-//! Takes sockets back to TCP with all unread data, because only the kernel can serve them. There are two cases:
+//! Takes sockets back to TCP with all unread data, because only the kernel can serve them from then on. There are two
+//! cases:
 //!
-//! - Sockets that leave this process: passed by SCM_RIGHTS, kept across an exec, or given to a spawned program. The new
-//!   holder reads and writes the kernel's socket (docs/design/processes.md).
-//! - Sockets with an option that a link does not support.
+//! - The socket leaves this process: it is passed by SCM_RIGHTS, kept across an exec, or given to a spawned program.
+//!   The new holder reads and writes the kernel's socket (docs/design/processes.md).
+//! - The program sets an option that links do not support.
 
 use std::ffi::{c_int, c_uint};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -22,7 +23,8 @@ use crate::objects::socket::{Mode, Socket, Stage};
 use crate::sys::time::wait_until;
 use crate::sys::{errno, sockopt, vfork};
 
-/// Takes back the sockets that a message is about to pass. For a message without control data this reads two fields.
+/// Takes the sockets back to TCP whose fds a message is about to pass. For a message without control data this only
+/// reads two fields.
 ///
 /// # Safety
 /// `message` is null or the program's own.
@@ -49,8 +51,7 @@ pub(crate) unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint
 #[inline(never)]
 unsafe fn pass(message: *const msghdr) {
     let errno = errno::get();
-    // SAFETY: the macros of cmsg(3) are applied to the program's own control data, which the caller keeps, and which is
-    // only read.
+    // SAFETY: the macros of cmsg(3) only read the control data, which is the program's and stays valid during its call.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {
@@ -71,8 +72,8 @@ unsafe fn pass(message: *const msghdr) {
 }
 
 /// Takes the socket back to TCP in both directions, so that all unread data comes through the kernel. Waits for the end
-/// of a handshake that is under way: a marker in flight must not become the data of another process. Resets the
-/// connection if the peer does not answer in time.
+/// of a handshake that is under way, because another process must not read its markers as data. Resets the connection
+/// if the peer does not answer in time.
 pub(crate) fn release(socket: &'static Socket, reason: Reason) {
     withdraw(socket, reason);
     let is_staying = match socket.control.lock() {
@@ -80,7 +81,7 @@ pub(crate) fn release(socket: &'static Socket, reason: Reason) {
         None => false,
     };
     if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
-        // The new holder would read a marker as data, or miss the data before it.
+        // The new holder of the socket would read a marker as data, or miss data that precedes the marker.
         tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
         crate::notify::reset::reset(socket);
         if let Some(mut rx) = socket.rx.lock() {
@@ -90,8 +91,8 @@ pub(crate) fn release(socket: &'static Socket, reason: Reason) {
     keep(socket);
 }
 
-/// Takes the socket back to TCP as [`release`] does, for this process. If the peer does not answer in time, the
-/// connection is not reset: the program's calls continue to wait for the peer.
+/// Takes the socket back to TCP as [`release`] does, but this process goes on using it. So the connection is not reset
+/// if the peer does not answer in time: the program's calls continue to wait for the peer.
 #[cold]
 pub(crate) fn keep_on_tcp(socket: &'static Socket, reason: Reason) {
     let errno = errno::get();
@@ -109,8 +110,8 @@ fn keep(socket: &'static Socket) {
 
 fn withdraw(socket: &'static Socket, reason: Reason) {
     reclaim(socket);
-    // An attempt that has come this far continues to its end: data that the peer sends meanwhile can be read from the
-    // link.
+    // An attempt to promote that is under way continues to its end. Data that the peer sends meanwhile can be read from
+    // the link.
     wait_until(|| connection::press_on(socket));
     if let Some(mut control) = socket.control.lock() {
         connection::return_to_tcp(socket, &mut control, reason);
@@ -125,32 +126,32 @@ fn withdraw(socket: &'static Socket, reason: Reason) {
         if socket.rx_mode.load(Acquire) == Mode::Link
             && let Some(mut control) = socket.control.lock()
         {
-            // The handshake has ended in a promotion.
+            // The handshake has ended in a promotion, which is undone.
             connection::return_to_tcp(socket, &mut control, reason);
         }
         !is_on_link(socket)
     });
 }
 
-/// Takes the connection behind `fd` to TCP for good, because another program will have a copy of `fd`.
+/// Takes the connection behind `fd` back to TCP for good, because another program will have a copy of `fd`.
 #[inline(never)]
 pub(crate) fn for_program(fd: c_int) {
     let errno = errno::get();
-    // In a vfork child `fd` may stand for another file.
+    // In a vfork child `fd` may stand for another file than in the table, which is the parent's.
     if let Some(socket) = table::socket(fd).filter(|s| s.numbers.is_behind(fd)) {
         release_here(socket);
     }
     errno::set(errno);
 }
 
-/// Calls [`release`] for an exec. In a vfork child the socket's fds may stand for other files. So the parent's service
-/// thread takes the stream back, and the child waits for that.
+/// Calls [`release`] for an exec. In a vfork child the socket's fds may stand for other files. So there the parent's
+/// service thread takes the stream back to TCP, and the child waits for that.
 fn release_here(socket: &'static Socket) {
     if !vfork::is_borrower() {
         return release(socket, Reason::Exec);
     }
     reclaim(socket);
-    // The child is one more holder, on its owner's memory.
+    // The child counts as one more holder of the socket, although it runs on the owner's memory.
     let holders = &socket.promotion.holders;
     let is_behind_anchor = || socket.numbers.is_behind(socket.numbers.fd.load(Acquire));
     if socket.may_be_on_link() && !(holders.add_child(|| true) && holders.await_return()) && is_behind_anchor() {
@@ -160,11 +161,12 @@ fn release_here(socket: &'static Socket) {
     socket.promotion.set_stage(Stage::Pinned);
 }
 
-/// Takes all connections back to TCP, and keeps later ones there. Waits until they are back, as [`release`] does.
+/// Takes all connections back to TCP, and keeps later ones there. Waits for each as [`release`] does.
 pub(crate) fn all_on_tcp(reason: Reason) {
     let errno = errno::get();
     Library::keep_on_tcp(reason);
-    // A thread that begins a promotion reads the reason after it has set the stage: one of the two sees the other.
+    // A thread that begins a promotion sets the stage, then reads the reason. With the fences, either that thread sees
+    // the reason or this one sees the stage.
     store_load_fence();
     for socket in socket::in_use() {
         if socket.may_be_on_link() {
@@ -175,8 +177,9 @@ pub(crate) fn all_on_tcp(reason: Reason) {
 }
 
 /// Takes the connection back to TCP if the program has set an option for sending or receiving that links do not
-/// support. The kernel has the option already, so a connection that is not promoted yet is kept on TCP by
-/// `connection::start_scan`. Data that the peer sent before it left the link by itself is read from the link first.
+/// support. The kernel has the option already. So a connection that is not promoted yet stays on TCP by the check in
+/// `connection::start_scan`. If the peer has left the link by itself before, its data on the link is read from there
+/// first.
 #[cold]
 pub(crate) fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
@@ -187,21 +190,21 @@ pub(crate) fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>
     errno::set(errno);
 }
 
-/// Whether the socket is not, or not completely, back on TCP.
+/// Returns whether a direction, or a stay on a link between hosts, still keeps the socket from plain TCP.
 fn is_on_link(socket: &'static Socket) -> bool {
     let control = socket.control.lock();
     !socket.is_plain() || control.is_some_and(|c| connection::stay::is_staying(&c))
 }
 
-/// Takes sockets that survive an exec or a spawn back to TCP first. An exec `replaces` this process, which then no
-/// longer holds sockets that do not survive. Of these, sockets on links between hosts, and sockets with other holders,
-/// go back too.
+/// Prepares for an exec or a spawn: takes a socket back to TCP if one of its fds survives it. An exec `replaces` this
+/// process's image. So before an exec, sockets on links between hosts and sockets with other holders go back to TCP
+/// too.
 pub(crate) fn before_exec(replaces: bool) {
     let errno = errno::get();
     for socket in socket::in_use() {
         let survives = socket.control.lock().is_none_or(|c| {
             c.own.fds.iter().any(|fd| {
-                // SAFETY: the fd is one of the socket's, and the control lock keeps close() out.
+                // SAFETY: the fd is one of the socket's, and the hook of close() waits for the control lock.
                 let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 let flags = rustix::io::fcntl_getfd(fd);
                 flags.is_ok_and(|f| !f.contains(rustix::io::FdFlags::CLOEXEC))
@@ -215,9 +218,9 @@ pub(crate) fn before_exec(replaces: bool) {
             continue;
         }
         let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
-        // Other holders continue with the kernel's socket.
+        // Other processes that hold the socket continue with the kernel's socket.
         let is_left = || replaces && !is_foreign && socket.promotion.holders.are_several();
-        // Bytes that another host has not received are lost with this image's memory; TCP keeps them.
+        // Bytes that another host has not received would be lost with this image's memory. TCP keeps them.
         let is_away = replaces && !is_foreign && socket.link().is_some_and(|link| link.is_remote());
         if socket.may_be_on_link() && (survives || is_away || is_left()) {
             release(socket, Reason::Exec);

@@ -1,18 +1,19 @@
-//! Signal handlers of the program run only while the library is not in the middle of anything.
+//! Makes the program's signal handlers wait while their thread has a critical section of the library open.
 //!
-//! A signal waits while its thread has a critical section open (`core::os::thread`: the thread holds a lock, or has
-//! announced something). So a handler may do all that it may do on kernel TCP, such as wait on a connection. No lock is
-//! held beneath it, on which the service thread or the handler's own call would wait.
+//! In a critical section (`core::os::thread`) a thread holds a lock, or has announced an operation to other threads. A
+//! handler that runs only outside sections may do all that it may do on kernel TCP, such as wait on a connection. The
+//! code that it has interrupted holds no lock on which the service thread or the handler's own call would wait.
 //!
-//! The installed handler is `machine::enter`. It jumps to the program's handler as if it were not there, or puts the
-//! signal back. To do so it sends the signal to its own thread again, with all information from the kernel, and returns
-//! with the signal blocked. The end of the section unblocks the signal, and then the kernel delivers it.
+//! The installed handler is `machine::enter`. Outside sections it jumps to the program's handler, without a frame of
+//! its own on the stack. Within a section it puts the signal back: it sends the signal to its own thread again, with
+//! all information from the kernel, and returns with the signal blocked. The end of the section unblocks the signal,
+//! and then the kernel delivers it.
 //!
-//! Not held back are:
+//! These handlers do not wait:
 //!
-//! - signals that the processor raises, since the interrupted code cannot continue;
+//! - handlers of signals that the processor raises, since the interrupted code cannot continue;
 //! - handlers that the kernel uninstalls when it calls them (SA_RESETHAND);
-//! - real-time signals whose handlers get a `siginfo_t`, for their order;
+//! - handlers of real-time signals that get a `siginfo_t`, because the signals have to stay in order;
 //! - handlers that are installed by a system call without a hook.
 //!
 //! Jumps out of handlers are in `signals/jump`.
@@ -30,17 +31,19 @@ use crate::signals::handler;
 use crate::sys::{real, vfork};
 
 const COUNT: usize = 65;
-/// In a word of `HANDLERS`: the handler takes a `siginfo_t` (SA_SIGINFO). No address of the program's has this bit.
+/// The bit of a word of `HANDLERS` that says that the handler takes a `siginfo_t` (SA_SIGINFO). No address of the
+/// program has this bit.
 const IS_TOLD: usize = 1 << 63;
-/// The first real-time signal. Such signals are queued: one that is sent again would come after later ones.
+/// The first real-time signal. Real-time signals are queued: a signal that is sent again would come after later ones.
 const QUEUED: c_int = 32;
 /// The highest value that is not a handler's address: SIG_DFL, SIG_IGN, or SIG_HOLD.
 const NO_HANDLER: usize = 2;
 
-/// For each signal, the program's handler for which `machine::enter` is installed, or was.
+/// For each signal, the program's handler that `machine::enter` calls. A word may be left from a handler that was
+/// replaced.
 static HANDLERS: [AtomicUsize; COUNT] = [const { AtomicUsize::new(0) }; COUNT];
 
-/// Returns the word of a signal's handler. `None` for a signal whose handlers do not wait.
+/// Returns the word of `HANDLERS` for a signal; `None` for a signal whose handlers never wait.
 fn slot(signal: c_int) -> Option<&'static AtomicUsize> {
     match signal {
         libc::SIGSEGV | libc::SIGBUS | libc::SIGFPE | libc::SIGILL | libc::SIGTRAP | libc::SIGSYS | libc::SIGABRT => {
@@ -55,7 +58,8 @@ fn entrance() -> usize {
     machine::enter as *const () as usize
 }
 
-/// Returns the handler as the program knows it: its own in place of `machine::enter`.
+/// Returns the handler to report to the program for the installed `handler`: `kept`, without the bit, in place of
+/// `machine::enter`.
 fn known_as(handler: usize, kept: usize) -> usize {
     if handler == entrance() {
         kept & !IS_TOLD
@@ -64,8 +68,8 @@ fn known_as(handler: usize, kept: usize) -> usize {
     }
 }
 
-/// Whether `machine::enter` should call this handler. False for a vfork child: its handlers in the kernel are its own,
-/// and this memory is its parent's.
+/// Returns whether `machine::enter` is to be installed for this handler. False in a vfork child, which has handlers of
+/// its own in the kernel, but has its parent's `HANDLERS`.
 fn is_led(handler: usize) -> bool {
     handler > NO_HANDLER && handler != usize::MAX && !vfork::is_child()
 }
@@ -132,8 +136,8 @@ pub unsafe extern "C" fn signal(real: real::signal, signal: c_int, handler: sigh
     known_as(before, kept)
 }
 
-/// Carries out `sigset(3)`, and `signal(2)` with the semantics of System V. The handler is installed unchanged, but the
-/// one before may have been installed by way of `machine::enter`.
+/// Carries out `sigset(3)`, and `signal(2)` with the semantics of System V. The handler is installed unchanged. The
+/// earlier handler, which this returns, may have been called by `machine::enter`.
 ///
 /// # Safety
 /// The same as for libc's function.
@@ -145,8 +149,8 @@ pub unsafe extern "C" fn signal_once(real: real::signal_once, signal: c_int, han
     known_as(before, kept)
 }
 
-/// Carries out `pthread_cancel(3)`. Calls of the target thread that reach no cancellation point of libc's check the
-/// note themselves (`jump::cancellation_point`).
+/// Carries out `pthread_cancel(3)`. Also notes the cancellation in the target thread's state. Hooks that may return
+/// without a cancellation point of libc check the note themselves (`jump::cancellation_point`).
 ///
 /// # Safety
 /// The same as for libc's function.
@@ -169,9 +173,10 @@ unsafe extern "C-unwind" {
 const DEFERRED: c_int = 0;
 const ASYNCHRONOUS: c_int = 1;
 
-/// Defers cancellation. Returns the cancel type before.
+/// Defers the thread's cancellation. Returns the previous cancellation type.
 ///
-/// This frame has no destructors: a thread whose type is asynchronous can be cancelled at each instruction here.
+/// The frame of this function has no destructors, because a thread with the asynchronous type can be cancelled at each
+/// instruction here.
 #[inline(never)]
 extern "C-unwind" fn defer_cancellation() -> c_int {
     let mut old = DEFERRED;
@@ -180,8 +185,8 @@ extern "C-unwind" fn defer_cancellation() -> c_int {
     old
 }
 
-/// Makes cancellation asynchronous again. A thread that was cancelled meanwhile ends here, so this frame has no
-/// destructors either.
+/// Makes cancellation asynchronous again. A thread that was cancelled meanwhile ends in this call, so the frame of this
+/// function has no destructors either.
 #[inline(never)]
 extern "C-unwind" fn undefer_cancellation() {
     // SAFETY: the type is valid, and null is allowed for the old one. The call may unwind, and this frame has no
@@ -189,14 +194,14 @@ extern "C-unwind" fn undefer_cancellation() {
     unsafe { pthread_setcanceltype(ASYNCHRONOUS, std::ptr::null_mut()) };
 }
 
-/// Decides how a signal continues. Returns the program's handler, or 0 if the signal waits.
+/// Decides whether a signal waits. Returns the address of the program's handler, or 0 if the signal waits.
 ///
 /// # Safety
-/// The arguments are a signal handler's.
+/// The arguments are those that the kernel passes to a signal handler.
 unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_void) -> usize {
     let kept = HANDLERS.get(signal as usize).map_or(0, |slot| slot.load(Acquire));
     let thread = thread::current();
-    // SAFETY: the arguments are a signal handler's, by the contract.
+    // SAFETY: the arguments are from the kernel's call of a signal handler, by the contract.
     if thread.depth() != 0 && unsafe { hold(thread, signal, kept & IS_TOLD != 0, info, context) } {
         return 0;
     }
@@ -206,10 +211,10 @@ unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_voi
     kept & !IS_TOLD
 }
 
-/// Makes a signal wait until the section ends. Returns false if it cannot wait.
+/// Makes a signal wait until the section ends. Returns false if the signal cannot wait.
 ///
 /// # Safety
-/// The arguments are a signal handler's.
+/// The arguments are those that the kernel passes to a signal handler.
 #[cold]
 #[inline(never)]
 unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void, context: *mut c_void) -> bool {
@@ -221,13 +226,13 @@ unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void,
     // SAFETY: `context` is the kernel's frame, by the contract, and its mask has 8 bytes.
     let mask = unsafe { &mut *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() };
     if *mask & bit != 0 {
-        // The program has the signal blocked except during the call that it has interrupted (ppoll, epoll_pwait). It is
-        // that call's result, so it cannot wait.
+        // The program has the signal unblocked only during the call that the signal has interrupted (ppoll,
+        // epoll_pwait). The program waits for the signal in that call, so the signal cannot wait.
         return false;
     }
-    // SAFETY: each call gets valid addresses, of `bit` or of the kernel's `info`, which it only reads.
+    // SAFETY: each system call gets valid addresses, of `bit` or of the kernel's `info`, and only reads there.
     unsafe {
-        // Blocked first: with SA_NODEFER the signal could come at once.
+        // The signal is blocked first: with SA_NODEFER the second one could come at once.
         let (block, mask) = (libc::SIG_BLOCK as usize, kernel::address(&raw const bit));
         let _ = kernel::call(libc::SYS_rt_sigprocmask, [block, mask, 0, 8, 0, 0]);
         let (Ok(process), Ok(id)) = (
@@ -257,12 +262,12 @@ mod machine {
 
     use super::{defer_cancellation, route, undefer_cancellation};
 
-    /// The handler that the kernel calls. It leaves no frame on the stack when the program's handler runs. So code that
-    /// unwinds a handler, or measures its stack, sees what it would see without the library.
+    /// The handler that the kernel calls. It has no frame on the stack while the program's handler runs. So code that
+    /// unwinds from the program's handler, or measures the handler's stack, finds the same as without the library.
     ///
-    /// The exception is a handler above a call in which the thread can be cancelled at each instruction. glibc before
-    /// 2.41 allows that in all calls that block. Then cancellation is deferred until the handler returns. Otherwise it
-    /// could end the thread in the middle of a section of a call of the handler's.
+    /// The exception is a handler that has interrupted a call in which the thread can be cancelled at each instruction.
+    /// In glibc before 2.41, all calls that block are such. In that case cancellation is deferred until the program's
+    /// handler returns. Otherwise it could end the thread in the middle of a section of a call that the handler makes.
     #[unsafe(naked)]
     pub(super) extern "C" fn enter() {
         naked_asm!(

@@ -1,4 +1,4 @@
-//! A close in a signal handler that has interrupted its own thread in the middle of a use of the connection.
+//! Tests of a close in a signal handler that has interrupted its own thread in a use of the connection.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,7 +8,7 @@ use crate::notify::table::Entry;
 use crate::process::close::*;
 use crate::service::tests::without_thread;
 
-/// Returns a connection that the library knows, and its other end, which does not block.
+/// Returns the object of a connection, the connection's own end, and its other end, which does not block.
 fn known() -> (&'static Socket, TcpStream, TcpStream) {
     without_thread();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -32,7 +32,7 @@ fn is_open_to(theirs: &mut TcpStream) -> bool {
     }
 }
 
-/// Ends orphans until `is_over`. Another test may end this test's orphans, too.
+/// Ends orphaned connections until `is_over` returns true. Another test may end this test's orphans, too.
 fn end_orphans_until(is_over: impl Fn() -> bool) {
     while !is_over() {
         end_orphans();
@@ -40,8 +40,8 @@ fn end_orphans_until(is_over: impl Fn() -> bool) {
     }
 }
 
-/// Closes a socket while this thread holds the lock that `lock` returns. The interrupted code still has its connection
-/// when it continues, and the service thread ends it.
+/// Closes a socket while this thread holds the lock that `lock` returns, as a signal handler would. Checks that the
+/// connection stays until the lock is released, and that `end_orphans` ends it.
 fn closed_under<T>(lock: impl FnOnce(&'static Socket) -> T) {
     let (socket, ours, mut theirs) = known();
     let generation = socket.generation.load(Acquire);
@@ -86,8 +86,8 @@ fn a_number_of_several_is_closed_under_a_lock() {
     assert!(!is_open_to(&mut theirs));
 }
 
-/// A new connection's fd is checked when it is added to the table, by a system call. A short connection needs no second
-/// check.
+/// A new connection's fd is checked by a system call when it is added to the table. So the next use of the connection
+/// needs no check.
 #[test]
 fn a_connection_that_has_just_become_known_is_not_looked_at_again() {
     let is_due = || {
@@ -96,11 +96,11 @@ fn a_connection_that_has_just_become_known_is_not_looked_at_again() {
         crate::startup::lifecycle::before_close(ours.as_raw_fd());
         is_due
     };
-    // The check is due if the clock has ticked in between.
+    // The check is due only if the clock has ticked in between.
     assert!((0..1_000).any(|_| !is_due()));
 }
 
-/// A check by one direction at a tick counts for the other, and only if it was answered.
+/// A check at a tick counts for both directions, and only if it has found that the fd stands for the socket.
 #[test]
 fn a_look_counts_when_it_has_been_answered() {
     let (socket, ours, _theirs) = known();

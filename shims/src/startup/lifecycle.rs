@@ -1,5 +1,5 @@
-//! From socket() to the last close(): the fds and their objects. The work of a connection's last close is in
-//! `process/close`.
+//! Makes, duplicates and releases the objects behind the program's fds, from socket() to close(). The work of a
+//! connection's last close is in `process/close`.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -26,12 +26,12 @@ pub(crate) fn on_socket(fd: c_int, nonblocking: bool) {
     }
 }
 
-/// Whether an fd that no hook has seen being made is a TCP socket.
+/// Returns whether an fd is a TCP socket. For an fd that no hook has seen being made.
 pub(crate) fn is_tcp(fd: c_int) -> bool {
     if fd < 0 {
         return false;
     }
-    // SAFETY: the program's fd, in the middle of its call, and not -1.
+    // SAFETY: `fd` is the program's, in the middle of its call, and not -1.
     let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
     let option = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
     option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
@@ -39,7 +39,7 @@ pub(crate) fn is_tcp(fd: c_int) -> bool {
 }
 
 fn is_nonblocking(fd: c_int) -> bool {
-    // SAFETY: the program's own fd, in the middle of its call.
+    // SAFETY: `fd` is the program's own, in the middle of its call.
     let flags = rustix::fs::fcntl_getfl(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) });
     flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK))
 }
@@ -55,7 +55,8 @@ pub(crate) fn on_listen(fd: c_int) {
     if startup::is_on() && (known || is_tcp(fd)) {
         let listener = Listener::new(fd);
         drop_entry(table::insert(fd, Entry::Listener(listener)), fd);
-        // A connector that asks on one name of a port waits for the answers on all names of the port.
+        // A connector waits for the answers on all names of a port. So if there is a service thread, it answers on this
+        // listener's name from here on.
         if Library::current().is_some_and(|library| library.service.is_started()) {
             listener.on_accept();
         }
@@ -63,10 +64,11 @@ pub(crate) fn on_listen(fd: c_int) {
     errno::set(errno);
 }
 
-/// Handles an accept() that returned `fd`.
+/// Handles an accept() on the listener's socket that returned `fd`.
 pub(crate) fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
-        // The peer asks by the listener's name, also after the program has closed the listening socket.
+        // The connection keeps the listener object: the peer asks about it by the listener's name, also after the
+        // program has closed the listening socket.
         let kept = listener.retain().then_some(listener);
         socket.promotion.set_acceptor(kept);
         if listener.keeps_on_tcp.load(Relaxed) {
@@ -75,16 +77,17 @@ pub(crate) fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: boo
             socket.promotion.set_stage(Stage::Watching);
         }
     }
-    // After the above: the service thread answers at once for connections that it finds.
+    // Called last, because the service thread answers at once for connections that it finds.
     listener.on_accept();
 }
 
-/// Handles an accept() that returned `new` on `fd`, if no hook has seen listen() on `fd`. The listening socket may come
-/// from another image (systemd, an exec of itself). The library knows such a listener from its first connection on.
+/// Handles an accept() on `fd` that returned `new`, if no hook has seen listen() on `fd`. The listening socket may come
+/// from another program image (systemd, an exec by the program itself). The library makes the listener's object at its
+/// first connection.
 pub(crate) fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
     let errno = errno::get();
     if startup::is_on() && is_tcp(new) {
-        // SAFETY: the program's fd, in the middle of its call, and not -1, since accept() has succeeded.
+        // SAFETY: `fd` is the program's, in the middle of its call, and not -1, since accept() has succeeded on it.
         let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
         // `fd` may stand for another file by now.
         if sockopt::get(borrowed, (libc::SOL_SOCKET, libc::SO_ACCEPTCONN)) == Some(1) {
@@ -97,8 +100,8 @@ pub(crate) fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
     errno::set(errno);
 }
 
-/// Makes the object of a socket that joins an epoll set before it is connected (nginx does so), so that the membership
-/// is known. Returns the fd's entry.
+/// Makes the object of a socket that is added to an epoll set before it is connected (nginx does so), so that the
+/// membership can be recorded. Returns the fd's entry in the table.
 #[inline]
 pub(crate) fn on_epoll_add(fd: c_int) -> Entry {
     match table::lookup(fd) {
@@ -109,7 +112,7 @@ pub(crate) fn on_epoll_add(fd: c_int) -> Entry {
     }
 }
 
-/// Handles a connect() that has succeeded or begun.
+/// Handles a connect() that has succeeded, or that continues in the kernel.
 pub(crate) fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
@@ -128,8 +131,8 @@ pub(crate) fn on_connect(fd: c_int) {
     errno::set(errno);
 }
 
-/// Prepares for a send with MSG_FASTOPEN, which connects the socket. If the send fails, the socket can be connected
-/// later.
+/// Prepares for a send with MSG_FASTOPEN, which connects the socket. If the send fails, a later connect() on the socket
+/// still works.
 #[cold]
 pub(crate) fn before_fast_open(fd: c_int) {
     if let Entry::Socket(socket) = on_epoll_add(fd)
@@ -152,7 +155,7 @@ fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static 
     Some(socket)
 }
 
-/// Prepares for a connect() to AF_UNSPEC, which dissolves the connection.
+/// Prepares for a connect() to AF_UNSPEC, which ends the connection and leaves an unconnected socket.
 pub(crate) fn before_disconnect(fd: c_int) {
     let errno = errno::get();
     if let Some(socket) = table::socket(fd) {
@@ -173,7 +176,8 @@ pub(crate) fn on_epoll(fd: c_int) {
     }
 }
 
-/// Releases an entry that a new file has replaced: the fd was closed without a hook.
+/// Releases the table's old entry of `fd`, for which the kernel has a new file. If the old entry is a connection, its
+/// fd was closed without a hook.
 fn drop_entry(entry: Entry, fd: c_int) {
     match entry {
         Entry::Socket(socket) => close::lose(socket, fd),
@@ -181,7 +185,7 @@ fn drop_entry(entry: Entry, fd: c_int) {
     }
 }
 
-/// Removes the entry of `fd` before the kernel closes it. Returns the peer's waiters to wake once it is closed.
+/// Removes the entry of `fd` before the kernel closes `fd`. Returns the peer's waiter to wake once `fd` is closed.
 pub(crate) fn before_close(fd: c_int) -> Farewell {
     let errno = errno::get();
     let socket = table::socket(fd);
@@ -221,7 +225,8 @@ pub(crate) fn on_dup(old: c_int, new: c_int) {
         Entry::Epoll(epoll) => epoll.retain(new),
         Entry::Socket(socket) => {
             if !socket.numbers.is_behind(new) {
-                // Another thread has closed `old` meanwhile, and a new file got its number.
+                // Another thread has closed `old` meanwhile. A new file got that number, and `new` is a copy of the new
+                // file.
                 drop_entry(table::insert(new, Entry::None), new);
                 errno::set(errno);
                 return;
@@ -230,7 +235,8 @@ pub(crate) fn on_dup(old: c_int, new: c_int) {
                 control.own.fds.push(new);
             }
             if new <= 2 {
-                // The writes of stdio are inside libc, where no hook sees them.
+                // With fd 0, 1 or 2 the connection may be used by stdio, whose I/O is inside libc, where no hook sees
+                // it.
                 crate::data::tx::take_back(socket, Reason::Stdio);
             }
         }
@@ -239,7 +245,7 @@ pub(crate) fn on_dup(old: c_int, new: c_int) {
     errno::set(errno);
 }
 
-/// Records that O_NONBLOCK was set or cleared.
+/// Records that the program has set or cleared O_NONBLOCK.
 pub(crate) fn set_nonblocking(fd: c_int, nonblocking: bool) {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.blocking.set_nonblocking(nonblocking),

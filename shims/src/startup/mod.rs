@@ -1,4 +1,5 @@
-//! Makes the instance from all its parts. [`lifecycle`] says what a new fd becomes, [`seccomp`] what a filter ends.
+//! Makes the instance from all its parts. [`lifecycle`] makes and releases the objects of fds, [`seccomp`] ends the
+//! library's part in a process that restricts its system calls.
 
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
@@ -16,10 +17,10 @@ use crate::service;
 pub(crate) mod lifecycle;
 pub(crate) mod seccomp;
 
-/// Whether connections are accelerated in this process. Makes the instance, but not in a fork child whose ancestors had
-/// one. Many children live for one short connection, and an instance costs as much as such a connection. There
-/// [`Library::ensure`] makes it when a connection is worth it. False without memory, and in a child that borrows the
-/// memory or whose fork no hook has seen.
+/// Returns whether connections are accelerated in this process. Makes the instance if there is none, except in a fork
+/// child whose ancestors had one. Many such children live for one short connection, and an instance costs as much as
+/// such a connection. In a fork child [`Library::ensure`] makes the instance when a connection is worth it. Returns
+/// false without memory, in a child that borrows its parent's memory, and in a child whose fork no hook has seen.
 #[inline]
 pub(crate) fn is_on() -> bool {
     const BUILD: &Build = &(build as Build);
@@ -58,10 +59,10 @@ fn build() -> Option<Library> {
     Some(library)
 }
 
-/// The rules, read once: a fork child may not be allowed to read the file again.
+/// The rules. They are read once, because a fork child may not be allowed to read the file.
 static RULES: OnceBox<Option<Rules>> = OnceBox::new();
 
-/// Reads the user's rules. `None` if that fails; the reason goes to stderr.
+/// Reads the user's rules. `None` if that fails: the reason is written to stderr.
 fn read_rules(config: &Config) -> Option<Rules> {
     let Some(path) = &config.rules else {
         return Some(Rules::default());
@@ -71,5 +72,5 @@ fn read_rules(config: &Config) -> Option<Rules> {
         .ok()
 }
 
-/// With the secret, which is read once: a fork child may not be allowed to read it again.
+/// Has the secret of the control port. It is read once, because a fork child may not be allowed to read the file.
 static REACH: OnceBox<Reach> = OnceBox::new();

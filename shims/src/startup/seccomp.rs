@@ -1,9 +1,10 @@
-//! Programs that restrict their own system calls (seccomp(2)) after the library has begun, often on pain of death.
+//! Handles programs that restrict their own system calls (seccomp(2)) after the library has begun. A forbidden call of
+//! the library would often kill the process.
 //!
-//! Before a filter is installed, it is asked about all system calls of the library. If one is not allowed, the library
-//! first ends its part in the process. All connections return to TCP, the service thread ends, names are given up, and
-//! the tables are emptied. From then on every hook passes through, in fork children too. A filter that was installed
-//! before the program began is not checked here.
+//! Before the program installs a filter, the library runs the filter on all system calls that the library makes. If the
+//! filter forbids one, the library first ends its part in the process. All connections return to TCP, the service
+//! thread ends, names are given up, and the tables are emptied. From then on every hook passes through, in fork
+//! children too. A filter that was installed before the program began is not checked here.
 
 use std::sync::atomic::Ordering::Release;
 
@@ -24,10 +25,10 @@ use crate::process::pass;
 use crate::service;
 use crate::sys::{errno, time, vfork};
 
-/// The most steps of a filter (linux/bpf_common.h, BPF_MAXINSNS).
+/// The most instructions of a filter (linux/bpf_common.h, BPF_MAXINSNS).
 const LONGEST: u16 = 4096;
 
-/// Runs before the strict mode, in which only reading and writing is allowed.
+/// Runs before the program enters the strict mode, which allows only read(2), write(2), _exit(2) and sigreturn(2).
 pub(crate) fn before_strict() {
     begin(|| false);
 }
@@ -35,9 +36,9 @@ pub(crate) fn before_strict() {
 /// Runs before the program installs the filter `program`.
 ///
 /// # Safety
-/// `program` is a filter that the kernel is about to read, or an address that it will refuse.
+/// `program` is a filter that the kernel is about to read, or an address that the kernel will refuse.
 pub(crate) unsafe fn before_filter(program: *const libc::sock_fprog) {
-    // SAFETY: the kernel reads a plausible address, by the contract.
+    // SAFETY: a plausible address leads to a filter, by the contract.
     let Some(program) = (unsafe { crate::sys::iov::plausible(program) }) else {
         return;
     };
@@ -45,7 +46,7 @@ pub(crate) unsafe fn before_filter(program: *const libc::sock_fprog) {
     if !crate::sys::iov::is_plausible(steps) || len == 0 || len > LONGEST {
         return;
     }
-    // SAFETY: `program` is a filter, by the contract, and the kernel reads `len` steps from the same address.
+    // SAFETY: `program` is a filter, by the contract, so `len` instructions can be read at the address `steps`.
     let steps: &[sock_filter] = unsafe { std::slice::from_raw_parts(steps, len.into()) };
     begin(|| are_allowed(steps));
 }
@@ -95,7 +96,7 @@ fn is_plain(socket: &'static Socket) -> bool {
     socket.is_plain() && !socket.is_watched()
 }
 
-/// Whether the service thread has finished all that the way back to TCP needs.
+/// Returns whether the service thread has finished its part of the way back to TCP, for all sockets and epoll sets.
 fn is_at_rest() -> bool {
     let mut all = true;
     table::for_each(0..=u32::MAX, |_, entry| {
@@ -108,10 +109,10 @@ fn is_at_rest() -> bool {
     all
 }
 
-/// Releases the socket's object: the socket is the program's alone from now on. The count of its holders is not
-/// changed, since this process still holds it.
+/// Releases the socket's object: from here on the library does not know the socket. The count of its holders is not
+/// changed, since this process still holds the socket.
 fn forget(socket: &'static Socket) {
-    // Called once for each of the socket's fds; the first call does the work.
+    // This function is called once for each of the socket's fds. The first call does the work.
     if socket.numbers.fd.swap(-1, Release) < 0 {
         return;
     }
@@ -121,11 +122,10 @@ fn forget(socket: &'static Socket) {
     socket.recycle(Library::current().map(|library| library.stats));
 }
 
-// The system calls that the library makes for links within the host, and for streams on them. They come in addition to
-// the program's own, in the program's threads and in the service thread. Named as strace shows them, with the
-// arguments that filters check.
+// The system calls that the library makes for links within the host, and for streams on them, in the program's threads
+// and in the service thread. They are named as strace shows them, with the arguments that filters check.
 
-/// Calls that have to be allowed with any arguments.
+/// Calls that the filter has to allow with any arguments. They are tested with arguments of 0.
 const ANY: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_bind,
@@ -195,10 +195,10 @@ const ANY: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// Flags of each socket.
+/// The flags of each socket that the library makes.
 const SOCKET: c_int = SOCK_CLOEXEC | SOCK_NONBLOCK;
 
-/// Calls that have to be allowed with these arguments.
+/// Calls that the filter has to allow with these arguments.
 const WITH: &[(c_long, [c_int; 5])] = &[
     (libc::SYS_fcntl, [3, F_DUPFD, 0, 0, 0]),
     (libc::SYS_fcntl, [3, F_DUPFD_CLOEXEC, 0, 0, 0]),
@@ -229,10 +229,11 @@ const WITH: &[(c_long, [c_int; 5])] = &[
     ),
 ];
 
-/// Whether a filter allows all system calls of the library.
+/// Returns whether a filter allows all system calls of the library.
 fn are_allowed(filter: &[libc::sock_filter]) -> bool {
     let is = |number, arguments| matches!(answer(filter, &Call { number, arguments }), Some(ALLOW | LOG));
-    // If clone3 fails, libc makes threads with clone. So clone3 may fail, but must not end the process.
+    // If clone3 fails, libc starts threads with clone. So the filter may make clone3 fail, but must not end the process
+    // for it.
     let clone3 = Call {
         number: libc::SYS_clone3,
         arguments: [0; 6],
@@ -245,8 +246,9 @@ fn are_allowed(filter: &[libc::sock_filter]) -> bool {
         })
 }
 
-// Answers how a seccomp filter would treat a system call, without a call that the filter could punish. Runs the part
-// of classic BPF that the kernel accepts in filters (seccomp(2); Linux, kernel/seccomp.c, `seccomp_check_filter`).
+// An interpreter for seccomp filters. It finds out what a filter does with a system call, without making that call. It
+// knows the part of classic BPF that the kernel accepts in filters (seccomp(2); Linux, kernel/seccomp.c,
+// `seccomp_check_filter`).
 
 /// A system call as a filter sees it.
 #[derive(Clone, Copy, Debug)]
@@ -257,22 +259,22 @@ struct Call {
     arguments: [u64; 6],
 }
 
-/// This machine's word for filters (linux/audit.h): the ELF machine, 64 bits, little-endian.
+/// AUDIT_ARCH_X86_64 (linux/audit.h), by which filters check the architecture: the ELF machine, 64 bits, little-endian.
 const ARCHITECTURE: u32 = 62 | 0xc000_0000;
 
-/// The actions in a filter's result (linux/seccomp.h).
+/// The mask of the action in a filter's result, and three actions (linux/seccomp.h).
 const ACTION: u32 = 0xffff_0000;
 const ALLOW: u32 = 0x7fff_0000;
 const LOG: u32 = 0x7ffc_0000;
 const ERRNO: u32 = 0x0005_0000;
 
-/// Returns the action that `filter` answers to `call`; `None` if the kernel would not accept the filter.
+/// Returns the action that `filter` returns for `call`; `None` if the kernel would not accept the filter.
 fn answer(filter: &[sock_filter], call: &Call) -> Option<u32> {
     run(filter, call).map(|word| word & ACTION)
 }
 
-/// Returns a word of `struct seccomp_data`. The caller's address is not known, and is 0. `None` for an offset that the
-/// kernel refuses.
+/// Returns the 32-bit word at `offset` in the `struct seccomp_data` of `call`. The instruction pointer in it is not
+/// known, and counts as 0. `None` for an offset that the kernel refuses.
 fn load(call: &Call, offset: u32) -> Option<u32> {
     let half = |of: u64| (of >> (offset % 8 * 8)) as u32;
     match offset {
@@ -284,7 +286,8 @@ fn load(call: &Call, offset: u32) -> Option<u32> {
     }
 }
 
-/// Runs the filter. It ends, since jumps only lead forward. `None` if the kernel would not accept the filter.
+/// Runs the filter and returns its result; `None` if the kernel would not accept the filter. Always ends, since jumps
+/// only lead forward.
 fn run(filter: &[sock_filter], call: &Call) -> Option<u32> {
     /// `sizeof(struct seccomp_data)`
     const LENGTH: u32 = 64;
@@ -295,7 +298,7 @@ fn run(filter: &[sock_filter], call: &Call) -> Option<u32> {
         let step = filter.get(at)?;
         at += 1;
         let k = step.k;
-        // linux/bpf_common.h: the lowest three bits are the class.
+        // The lowest three bits of the code are the instruction's class (linux/bpf_common.h).
         match step.code {
             0x20 => a = load(call, k)?,
             0x80 => a = LENGTH,
@@ -381,7 +384,8 @@ mod tests {
 
     #[test]
     fn arguments_are_seen_in_halves() {
-        // The upper half of the first argument has to be 7, and the lower half to have bit 1 after a shift.
+        // The filter requires that the upper half of the first argument is 7, and that bit 0 of the lower half is set
+        // after a right shift by 3.
         let filter = [
             step(0x20, 0, 0, 20),
             step(0x15, 0, 5, 7),

@@ -1,12 +1,14 @@
 //! The calls that close, duplicate and control descriptors, and the calls that give the program a new fd.
 //!
-//! A new fd is the lowest that is free, even if the library opens descriptors meanwhile. A descriptor of the library
-//! has a low fd for some microseconds, until it is moved (`core/src/os/privatefd.rs`). A call of the program does not
-//! wait for that, since it may itself block with an fd in hand (accept, the open of a FIFO). It checks before and after
-//! for such descriptors, which is two loads. If there were some in between, the new fd is moved down to a lower one
-//! that is free by now. If the call has found no free fd, it is made again.
+//! A new fd has the lowest free number, as in the kernel, even if the library opens descriptors at the same time. A new
+//! descriptor of the library has a low number for some microseconds, until it is moved to a high one
+//! (`core/src/os/privatefd.rs`). A hook does not wait for that, since its call may block after the kernel has chosen
+//! the number (accept, the open of a FIFO). Before and after the call the hook checks, by one load each, whether
+//! descriptors were being moved. If so, it moves the new fd down to the lowest number that is free by then. If the call
+//! has found no free number, the hook makes the call again.
 //!
-//! Not here: fds that libc makes for itself (fopen, opendir, getaddrinfo), and fds that come by SCM_RIGHTS.
+//! This is not done for fds that libc makes for itself (fopen, opendir, getaddrinfo), and for fds that come by
+//! SCM_RIGHTS.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
@@ -24,12 +26,12 @@ use crate::signals::jump::within;
 use crate::startup::lifecycle;
 use crate::sys::{errno, real, vfork};
 
-/// How often a call that finds no free fd is made again, if descriptors of the library were being moved each time.
+/// The most times that a call is made again that finds no free number while descriptors of the library are being moved.
 const TRIES: u32 = 100;
 
-/// sockatmark(3); libc has no constant for it, nor for the next one.
+/// The request of sockatmark(3). The libc crate has no constant for it, nor for the next one.
 const SIOCATMARK: c_ulong = 0x8905;
-/// Bytes that have not been sent (linux/sockios.h).
+/// The request for the number of bytes that have not been sent (linux/sockios.h).
 const SIOCOUTQNSD: c_ulong = 0x894b;
 
 /// `close(2)`. Fails with EBADF for a descriptor of the library.
@@ -39,11 +41,11 @@ pub unsafe extern "C" fn close(real: real::close, fd: c_int) -> c_int {
         return errno::fail(libc::EBADF);
     }
     if !table::is_known(fd) {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { real(fd) };
     }
     let farewell = before_close(fd);
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let result = unsafe { real(fd) };
     tell(farewell);
     result
@@ -57,7 +59,7 @@ fn before_close(fd: c_int) -> Farewell {
     within(|| lifecycle::before_close(fd))
 }
 
-/// Wakes the threads that sleep at the other end of a link within the host, now that the kernel has sent its FIN.
+/// Wakes the threads that sleep at the other end of a link within the host. Called after the kernel has sent its FIN.
 #[inline(never)]
 fn tell(farewell: Farewell) {
     within(|| farewell.tell());
@@ -67,17 +69,17 @@ fn tell(farewell: Farewell) {
 #[inline]
 pub unsafe extern "C" fn close_range(real: real::close_range, first: c_uint, last: c_uint, flags: c_int) -> c_int {
     if flags & !(libc::CLOSE_RANGE_CLOEXEC | libc::CLOSE_RANGE_UNSHARE) as c_int != 0 || first > last {
-        // SAFETY: the caller's arguments, as they are; the kernel refuses them.
+        // SAFETY: the caller's arguments are passed on unchanged; the kernel refuses them.
         return unsafe { real(first, last, flags) };
     }
-    // SAFETY: the caller's arguments, in pieces.
+    // SAFETY: each range is a part of the one that the caller asked for.
     within(|| unsafe { close_range_on(real, first, last, flags) })
 }
 
 #[inline(never)]
 unsafe extern "C" fn close_range_on(real: real::close_range, first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
-    // A child of vfork has descriptors of its own.
+    // A child of vfork has descriptors of its own, which the table does not describe.
     let _settled = (closes && !vfork::is_child()).then(|| {
         table::for_each(first..=last, |fd, _| {
             lifecycle::before_close(fd);
@@ -100,8 +102,8 @@ pub unsafe extern "C" fn closefrom(real: real::closefrom, first: c_int) {
     let from = first.max(0) as c_uint;
     // SAFETY: the range that the caller asked for; the library's own descriptors are left out.
     if within(|| unsafe { close_range_on(real::close_range(), from, c_uint::MAX, 0) }) != 0 {
-        // No such system call: libc reads /proc instead.
-        // SAFETY: the caller's arguments, as they are.
+        // The kernel has no close_range: libc's `closefrom` reads /proc instead.
+        // SAFETY: the caller's arguments are passed on unchanged.
         unsafe { real(first) }
     }
 }
@@ -109,21 +111,21 @@ pub unsafe extern "C" fn closefrom(real: real::closefrom, first: c_int) {
 #[inline(never)]
 extern "C" fn on_dup(old: c_int, new: c_int) {
     if vfork::is_borrower() {
-        // The program that the child is about to execute may get the descriptor.
+        // The program that the vfork child is about to execute may get the descriptor.
         pass::for_program(old);
     } else {
         within(|| lifecycle::on_dup(old, new));
     }
 }
 
-/// Prepares that `new` becomes a descriptor of the file behind `old`: the connection behind `new` is closed. Returns
-/// false if either is a descriptor of the library.
+/// Prepares for a call that makes `new` a descriptor of the file behind `old`: closes the connection behind `new`.
+/// Returns false if either is a descriptor of the library.
 #[inline(never)]
 extern "C" fn before_dup(old: c_int, new: c_int) -> bool {
     if privatefd::is_private(new) || privatefd::is_private(old) {
         return false;
     }
-    // SAFETY: the program's own fd, in the middle of its call.
+    // SAFETY: the fd is the program's own, in the middle of its call.
     let open = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(old) }).is_ok();
     if open && !vfork::is_child() {
         within(|| lifecycle::before_close(new));
@@ -142,7 +144,8 @@ hooks! {
         new
     }
 
-    /// `dup2(2)`. As fd 0, 1 or 2 a stream may be used by stdio, whose I/O no hook sees.
+    /// `dup2(2)`. A connection that becomes fd 0, 1 or 2 goes back to TCP, because stdio may use it, whose I/O no hook
+    /// sees.
     pub fn dup2(old: c_int, new: c_int) -> c_int;
     |plain| dup_onto(old, new, true, plain)
 
@@ -173,16 +176,16 @@ fn dup_onto(old: c_int, new: c_int, is_valid: bool, call: impl FnOnce() -> c_int
 pub unsafe extern "C" fn fcntl(real: real::fcntl, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     let makes = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     if !makes && !table::is_known(fd) {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { real(fd, command, argument) };
     }
-    // SAFETY: likewise.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { fcntl_on(real, fd, command, argument) }
 }
 
 #[inline(never)]
 unsafe extern "C" fn fcntl_on(real: real::fcntl, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let call = || unsafe { real(fd, command, argument) };
     let result = match command {
         libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => lowest_from(argument as c_int, call),
@@ -208,7 +211,7 @@ unsafe extern "C" fn fcntl_on(real: real::fcntl, fd: c_int, command: c_int, argu
 #[cold]
 fn on_async(fd: c_int) {
     if let Some(socket) = call::connection(fd) {
-        // SAFETY: the program's own fd, in the middle of its call.
+        // SAFETY: the fd is the program's own, in the middle of its call.
         within(|| pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) }));
     }
 }
@@ -217,16 +220,16 @@ fn on_async(fd: c_int) {
 #[inline]
 pub unsafe extern "C" fn ioctl(real: real::ioctl, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     if !table::is_known(fd) {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { real(fd, request, argument) };
     }
-    // SAFETY: likewise.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { ioctl_on(real, fd, request, argument) }
 }
 
 #[inline(never)]
 unsafe extern "C" fn ioctl_on(real: real::ioctl, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let ask = || unsafe { real(fd, request, argument) };
     let has_markers = request == libc::FIONREAD && table::socket(fd).is_some_and(rx::may_have_markers);
     let result = ask();
@@ -240,7 +243,7 @@ unsafe extern "C" fn ioctl_on(real: real::ioctl, fd: c_int, request: c_ulong, ar
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
             libc::FIOASYNC if *value != 0 => on_async(fd),
             SIOCATMARK if call::connection(fd).is_some_and(rx::comes_before_tcp) => *value = 0,
-            // SIOCOUTQ has the same number.
+            // TIOCOUTQ is the same number as SIOCOUTQ.
             libc::TIOCOUTQ | SIOCOUTQNSD => {
                 if let Some(socket) = call::connection(fd) {
                     let is_unsent = request == SIOCOUTQNSD;
@@ -250,7 +253,8 @@ unsafe extern "C" fn ioctl_on(real: real::ioctl, fd: c_int, request: c_ulong, ar
             libc::FIONREAD => {
                 match call::connection(fd).and_then(rx::available) {
                     Some(n) => *value = n as c_int,
-                    // The marker that was counted may have been taken by now.
+                    // The kernel's count may include a marker that the library has read in between, so the kernel is
+                    // asked again.
                     None if has_markers => return ask(),
                     None => {}
                 }
@@ -261,13 +265,13 @@ unsafe extern "C" fn ioctl_on(real: real::ioctl, fd: c_int, request: c_ulong, ar
     result
 }
 
-/// Returns what `call` returns: a new fd, or -1 with errno set. The fd is the lowest that is free.
+/// Makes `call`, and returns its result: a new fd, or -1 with errno set. The fd has the lowest free number.
 #[inline]
 pub(super) fn lowest(call: impl FnMut() -> c_int) -> c_int {
     lowest_from(0, call)
 }
 
-/// Returns what `call` returns, as [`lowest`] does. The fd is the lowest that is free from `least` on.
+/// Makes `call`, and returns its result, as [`lowest`] does. The fd has the lowest free number from `least` on.
 #[inline]
 fn lowest_from(least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
     let look = Look::now();
@@ -279,11 +283,11 @@ fn lowest_from(least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
     }
 }
 
-// In Rust's own ABI, since the call may be cancelled.
+// The function has Rust's own ABI, since `pthread_cancel` may end the thread in the call (see `hooks`).
 #[cold]
 #[inline(never)]
 fn put_right(mut fd: c_int, least: c_int, mut call: impl FnMut() -> c_int) -> c_int {
-    // A child of vfork has descriptors of its own.
+    // A child of vfork has descriptors of its own, which the table does not describe.
     if vfork::is_child() {
         return fd;
     }
@@ -324,45 +328,46 @@ extern "C" fn moved_down(fd: c_int, least: c_int) -> c_int {
     let Ok(copy) = copy else {
         return fd;
     };
-    // SAFETY: the higher fd of the two is open, and the program will not get to know it.
+    // SAFETY: the higher fd of the two is open, and the program never gets it.
     unsafe { rustix::io::close(fd.max(copy)) };
     fd.min(copy)
 }
 
-/// F_DUPFD: rustix has only F_DUPFD_CLOEXEC.
+/// Calls fcntl(2) with F_DUPFD, and returns the new fd. rustix has only F_DUPFD_CLOEXEC.
 fn duplicate(fd: c_int, least: c_int) -> Result<c_int, Errno> {
     let words = [fd, libc::F_DUPFD, least, 0, 0, 0].map(|word| word as usize);
     // SAFETY: the call takes no address.
     unsafe { kernel::call(libc::SYS_fcntl, words) }.map(|copy| copy as c_int)
 }
 
-/// Returns whether the file has a lock of fcntl(2). A process loses its own locks of a file when it closes any
-/// descriptor of the file.
+/// Returns whether the file has a lock of fcntl(2). Such a file is not moved: a process loses its locks of a file when
+/// it closes any descriptor of the file.
 fn is_locked(file: BorrowedFd<'_>) -> bool {
     use std::os::fd::AsRawFd;
-    // SAFETY: a plain struct of the kernel, for which zeros are valid: from 0 to the end, of no process.
+    // SAFETY: zeroes are valid for this plain struct. They mean a lock from offset 0 to the end of the file, of no
+    // process.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = libc::F_WRLCK as libc::c_short;
     let at = kernel::address(&raw mut lock);
     let fd = file.as_raw_fd() as usize;
-    // As a lock of an open file description, with which locks of this process conflict too.
+    // Asks as for a lock of an open file description, with which locks of this process conflict too.
     let command = libc::F_OFD_GETLK as usize;
     // SAFETY: the kernel reads and writes the struct.
     let asked = unsafe { kernel::call(libc::SYS_fcntl, [fd, command, at, 0, 0, 0]) };
     asked.is_ok() && lock.l_type != libc::F_UNLCK as libc::c_short
 }
 
-/// Returns what `call` returns: 0, with the two lowest fds at `pair`, or -1 with errno set. `call` never blocks, and
-/// its files are as good as the ones that it would make next.
+/// Makes `call`, and returns its result: 0, with fds of the two lowest free numbers at `pair`, or -1 with errno set.
+/// `call` never blocks. If it has to be made again, the files of the first call are closed.
 ///
 /// # Safety
-/// `pair` is what the call writes to.
+/// `pair` is the place of two fds to which `call` writes.
 #[inline]
 unsafe fn lowest_two(pair: *mut c_int, mut call: impl FnMut() -> c_int) -> c_int {
     let look = Look::now();
     let result = call();
     if look.is_disturbed() {
-        // SAFETY: by the contract.
+        // SAFETY: `call` has written to `pair`, by the contract.
         unsafe { two_again(pair, result, call) }
     } else {
         result
@@ -388,8 +393,8 @@ unsafe fn two_again(pair: *mut c_int, result: c_int, mut call: impl FnMut() -> c
     call()
 }
 
-/// Puts a file at the fd `new` by `call`. First waits until no descriptor of the library is being moved, since one may
-/// be at `new`. Never blocks for longer than the call does.
+/// Makes `call`, which puts a file at the fd `new`. First waits until no descriptor of the library is being moved,
+/// since one may have the number `new`.
 #[inline(never)]
 fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
     if new < 0 || vfork::is_child() {
@@ -399,13 +404,14 @@ fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
     // SAFETY: F_GETFD only asks whether the fd is open.
     let is_open = fcntl_getfd(unsafe { BorrowedFd::borrow_raw(new) }).is_ok();
     if is_open {
-        // Then the fd is the program's own. The call closes it, which may block.
+        // `new` is the program's own fd, so no descriptor of the library can get that number. `call` closes the file
+        // there, which may block. So the library may move descriptors again before `call`.
         drop(settled);
     }
     call()
 }
 
-// The calls that are hooked only for the lowest fd.
+// The calls that are hooked only so that their fd has the lowest free number.
 
 hooks! {
     /// `open(2)`. `mode` is arbitrary where the flags ask for none.
@@ -435,12 +441,12 @@ hooks! {
 
     /// `pipe2(2)`.
     pub fn pipe2(ends: *mut c_int, flags: c_int) -> c_int;
-    // SAFETY: likewise.
+    // SAFETY: the call writes two fds to `ends`.
     |plain| unsafe { lowest_two(ends, plain) }
 
     /// `socketpair(2)`.
     pub fn socketpair(domain: c_int, kind: c_int, protocol: c_int, ends: *mut c_int) -> c_int;
-    // SAFETY: likewise.
+    // SAFETY: the call writes two fds to `ends`.
     |plain| unsafe { lowest_two(ends, plain) }
 
     /// `eventfd(2)`.

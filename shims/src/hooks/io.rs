@@ -34,8 +34,8 @@ use crate::sys::{errno, real};
 /// }
 /// ```
 ///
-/// The block serves the call on `socket`. It may leave the call to libc by `plain()`. It may go to the kernel by
-/// `kernel(fd)`, which may block, and is a cancellation point.
+/// The block serves the call on `socket`. It may leave the whole call to libc by `plain()`. It may also make libc's
+/// call on an fd that it chooses by `kernel(fd)`, which may block, and is a cancellation point.
 macro_rules! call {
     (
         $(#[$what:meta])*
@@ -47,12 +47,12 @@ macro_rules! call {
         #[inline]
         pub unsafe extern "C" fn $name(real: $crate::sys::real::$name, $fd: c_int $(, $argument: $type)*) -> $result {
             match $crate::notify::table::socket($fd) {
-                // SAFETY: the caller's arguments, as they are.
+                // SAFETY: the caller's arguments are passed on unchanged.
                 None => unsafe {
                     $($before;)?
                     real($fd $(, $argument)*)
                 },
-                // SAFETY: likewise.
+                // SAFETY: the caller's arguments are passed on unchanged.
                 Some(socket) => unsafe { $served(socket, real, $fd $(, $argument)*) },
             }
         }
@@ -64,17 +64,17 @@ macro_rules! call {
             $fd: c_int
             $(, $argument: $type)*
         ) -> $result {
-            // SAFETY: the caller's arguments, as they are.
+            // SAFETY: the caller's arguments are passed on unchanged.
             let $plain = move || unsafe { real($fd $(, $argument)*) };
-            // SAFETY: the caller's arguments, as they are, but for the fd.
+            // SAFETY: the caller's arguments are passed on unchanged, except for the fd.
             let $kernel = move |fd: c_int| unsafe { $crate::sys::real::Cancellable::cancellable(real)(fd $(, $argument)*) };
             $body
         }
     };
 }
 
-/// Defines calls as fortified programs make them: libc aborts if `len` exceeds `size`, and accepts the call otherwise.
-/// Each is served as the call without `size`, and gets that call's libc function.
+/// Defines the hooks of calls that fortified programs make (_FORTIFY_SOURCE). libc aborts if `len` exceeds `size`, the
+/// size of the buffer. Otherwise the hook serves the call without `size`, with libc's function for that call.
 macro_rules! fortified {
     ($(
         $(#[$what:meta])*
@@ -91,9 +91,9 @@ macro_rules! fortified {
             $(, $argument: $type)*
         ) -> ssize_t {
             match $crate::notify::table::socket(fd) {
-                // SAFETY: the caller's arguments, as they are.
+                // SAFETY: the caller's arguments are passed on unchanged.
                 Some(socket) if len <= size => unsafe { $served(socket, $plain(), fd, buf, len $(, $argument)*) },
-                // SAFETY: likewise.
+                // SAFETY: the caller's arguments are passed on unchanged.
                 _ => unsafe { real(fd, buf, len, size $(, $argument)*) },
             }
         }
@@ -114,7 +114,7 @@ unsafe fn vector_at(iov: *const iovec, count: c_int, offset: off_t, flags: c_int
         libc::RWF_NOWAIT => libc::MSG_DONTWAIT,
         _ => return None,
     };
-    // SAFETY: by the contract.
+    // SAFETY: `iov` is as for `Iov::vector`, by the contract.
     Some((unsafe { Iov::vector(iov, count) }?, flags))
 }
 
@@ -125,10 +125,10 @@ call! {
     pub fn read(fd, buf: *mut c_void, len: size_t) -> ssize_t;
     fn read_on(socket, plain, kernel) {
         if len == 0 || is_no_length(len) {
-            // The kernel only checks the arguments.
+            // The kernel moves no byte, and only checks the arguments.
             return plain();
         }
-        // SAFETY: the program's buffer.
+        // SAFETY: `buf` is the program's buffer of `len` bytes.
         unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), 0, &kernel) }
     }
 }
@@ -142,7 +142,7 @@ call! {
             // The kernel refuses a bad array; for an empty one it checks only the fd.
             return plain();
         };
-        // SAFETY: the program's buffers.
+        // SAFETY: the cursor is over the program's buffers.
         unsafe { rx::recv(socket, fd, &mut array, 0, &kernel) }
     }
 }
@@ -157,7 +157,7 @@ call! {
             // The kernel refuses bad arguments; for an empty array it checks only the fd.
             return plain();
         };
-        // SAFETY: the program's buffers.
+        // SAFETY: the cursor is over the program's buffers.
         unsafe { rx::recv(socket, fd, &mut array, how, &kernel) }
     }
 }
@@ -170,7 +170,7 @@ call! {
             // The error queue is the kernel's alone.
             return plain();
         }
-        // SAFETY: the program's buffer.
+        // SAFETY: `buf` is the program's buffer of `len` bytes.
         unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
     }
 }
@@ -184,11 +184,11 @@ call! {
         if flags & libc::MSG_ERRQUEUE != 0 {
             return plain();
         }
-        // SAFETY: the program's buffer.
+        // SAFETY: `buf` is the program's buffer of `len` bytes.
         let n = unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) };
         if n >= 0 && !address.is_null() && !address_len.is_null() {
-            // The length that the kernel reports for the address of a stream's sender.
-            // SAFETY: the program's own, checked for null.
+            // As in the kernel, a TCP socket reports no sender's address: its length is 0.
+            // SAFETY: `address_len` is the program's own, and not null.
             unsafe { *address_len = 0 };
         }
         n
@@ -212,23 +212,23 @@ call! {
         if flags & libc::MSG_ERRQUEUE != 0 {
             return plain();
         }
-        // SAFETY: checked for plausibility; the program's own.
+        // SAFETY: `message` is the program's own, or an address where no memory can be.
         let array = unsafe { crate::sys::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
         let Some(mut array) = array else {
             return plain();
         };
-        // SAFETY: not null, and the program's own.
+        // SAFETY: `message` is the program's own, and `plausible` has accepted it.
         let room = unsafe { (*message).msg_controllen };
         if room > 0 && !matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
             // SAFETY: the program's fd of a socket, in the middle of its call.
             if socket.options.stamps(unsafe { BorrowedFd::borrow_raw(fd) }) {
-                // Only the kernel knows when the data arrived.
+                // The program wants to know when its data arrives, which only the kernel reports.
                 within(|| pass::keep_on_tcp(socket, Reason::Unsupported));
             }
         }
         let was_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
         let is_kernels = Cell::new(false);
-        // SAFETY: the program's buffers.
+        // SAFETY: the cursor is over the program's buffers.
         let n = unsafe {
             rx::recv(socket, fd, &mut array, flags, &|fd| {
                 let n = kernel(fd);
@@ -236,11 +236,12 @@ call! {
                 n
             })
         };
-        // If the direction has moved meanwhile, the kernel's message is not about all bytes that were received.
+        // If the direction has left TCP meanwhile, the kernel's message does not describe all bytes that were received.
         let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == Mode::Tcp;
         if n >= 0 && !is_all {
-            // A stream's message has no sender, and has control data only if the program asks how much is left.
-            // SAFETY: likewise, and its control buffer.
+            // A message from a TCP socket has no sender's address, and has control data only if the program has set
+            // TCP_INQ.
+            // SAFETY: `message` and its control buffer are the program's, and `message` is not null.
             unsafe {
                 (*message).msg_namelen = 0;
                 (*message).msg_controllen = room;
@@ -297,9 +298,9 @@ call! {
     pub fn recvmmsg(
         fd, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec
     ) -> c_int;
-    // As the kernel: one recvmsg after the other.
+    // As in the kernel, the call makes one recvmsg after the other.
     fn recvmmsg_on(socket, _plain, _kernel) {
-        // SAFETY: null, or the program's own.
+        // SAFETY: `timeout` is null or the program's own.
         let deadline = match unsafe { timeout.as_ref() }.map(|t| Timeout::from_timespec(Some(t))) {
             Some(None) => return errno::fail(libc::EINVAL),
             Some(Some(t)) => Some(t.deadline()),
@@ -307,13 +308,13 @@ call! {
         };
         let mut done = 0;
         let began_on = table::token(fd);
-        // A file that gets the fd later is not this call's.
+        // The call does not go on if the fd stands for another file by then.
         while done < count && (done == 0 || table::token(fd) == began_on) {
             let waits = done == 0 || flags & libc::MSG_WAITFORONE == 0;
             let how = flags & !libc::MSG_WAITFORONE | if waits { 0 } else { libc::MSG_DONTWAIT };
             // SAFETY: the program's array has `count` entries.
             let entry = unsafe { &mut *messages.add(done as usize) };
-            // SAFETY: likewise.
+            // SAFETY: the message is the program's, by the contract of recvmmsg(2).
             let n = unsafe { recvmsg_on(socket, real::recvmsg(), fd, &raw mut entry.msg_hdr, how) };
             if n < 0 {
                 if done == 0 {
@@ -346,7 +347,7 @@ call! {
             // The kernel only checks the arguments.
             return plain();
         }
-        // SAFETY: the program's buffer.
+        // SAFETY: `buf` is the program's buffer of `len` bytes.
         unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), 0, &kernel) }
     }
 }
@@ -355,11 +356,12 @@ call! {
     /// `writev(2)`.
     pub fn writev(fd, iov: *const iovec, count: c_int) -> ssize_t;
     fn writev_on(socket, plain, kernel) {
-        // SAFETY: the program's array; `vector` gives `None` for an array that the kernel refuses.
+        // SAFETY: `iov` is the program's array of `count` entries; `vector` returns `None` for an array that the kernel
+        // refuses.
         let Some(mut array) = (unsafe { Iov::vector(iov, count) }) else {
             return plain();
         };
-        // SAFETY: the program's buffers.
+        // SAFETY: the cursor is over the program's buffers.
         unsafe { tx::send(socket, fd, &mut array, 0, &kernel) }
     }
 }
@@ -368,11 +370,12 @@ call! {
     /// `pwritev2(2)`; on a socket only offset -1 is valid.
     pub fn pwritev2(fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
     fn pwritev2_on(socket, plain, kernel) {
-        // SAFETY: the program's array; `vector_at` gives `None` for arguments that the kernel refuses.
+        // SAFETY: `iov` is the program's array of `count` entries; `vector_at` returns `None` for arguments that the
+        // kernel refuses.
         let Some((mut array, how)) = (unsafe { vector_at(iov, count, offset, flags) }) else {
             return plain();
         };
-        // SAFETY: the program's buffers.
+        // SAFETY: the cursor is over the program's buffers.
         unsafe { tx::send(socket, fd, &mut array, how, &kernel) }
     }
 }
@@ -384,7 +387,7 @@ call! {
         if is_no_length(len) {
             return send_what_there_is(socket, fd, flags, &kernel);
         }
-        // SAFETY: the program's buffer.
+        // SAFETY: `buf` is the program's buffer of `len` bytes.
         unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
     }
 }
@@ -400,7 +403,7 @@ call! {
         if is_no_length(len) {
             return send_what_there_is(socket, fd, flags, &kernel);
         }
-        // SAFETY: the program's buffer.
+        // SAFETY: `buf` is the program's buffer of `len` bytes.
         unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
     }
 }
@@ -411,23 +414,23 @@ call! {
     before { pass::before_passing(message); before_fast_open(fd, flags) };
     fn sendmsg_on(socket, _plain, kernel) {
         before_fast_open(fd, flags);
-        // SAFETY: checked for plausibility; the program's own.
+        // SAFETY: `message` is the program's own, or an address where no memory can be.
         let array = unsafe {
             crate::sys::iov::plausible(message)
                 .filter(|m| m.msg_controllen == 0)
                 .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
         };
         let Some(mut array) = array else {
-            // Control data on a TCP socket ask for a service of the kernel.
+            // Control data of a send on a TCP socket request a service of the kernel.
             return send_what_there_is(socket, fd, flags, &kernel);
         };
-        // SAFETY: the program's buffers.
+        // SAFETY: the cursor is over the program's buffers.
         unsafe { tx::send(socket, fd, &mut array, flags, &kernel) }
     }
 }
 
-/// Takes the connection back to TCP for a send whose arguments only the kernel can judge. If the length exceeds all
-/// memory, the kernel sends the bytes that can be read.
+/// Takes the connection back to TCP for a send whose arguments only the kernel can judge. If the length exceeds
+/// SSIZE_MAX, the kernel sends the bytes that it can read.
 #[cold]
 fn send_what_there_is(socket: &'static Socket, fd: c_int, flags: c_int, kernel: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
@@ -438,14 +441,14 @@ call! {
     /// `sendmmsg(2)`.
     pub fn sendmmsg(fd, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int;
     before { pass::before_passing_many(messages, count); before_fast_open(fd, flags) };
-    // As the kernel: one sendmsg after the other.
+    // As in the kernel, the call makes one sendmsg after the other.
     fn sendmmsg_on(socket, _plain, _kernel) {
         let mut done = 0;
         let began_on = table::token(fd);
         while done < count.min(1024) && (done == 0 || table::token(fd) == began_on) {
             // SAFETY: the program's array has `count` entries.
             let entry = unsafe { &mut *messages.add(done as usize) };
-            // SAFETY: likewise.
+            // SAFETY: the message is the program's, by the contract of sendmmsg(2).
             let n = unsafe { sendmsg_on(socket, real::sendmsg(), fd, &raw const entry.msg_hdr, flags) };
             if n < 0 {
                 return if done > 0 { done as c_int } else { -1 };
@@ -457,7 +460,7 @@ call! {
     }
 }
 
-/// With MSG_FASTOPEN a send connects the socket first.
+/// Prepares for a send that connects the socket first (MSG_FASTOPEN).
 #[inline]
 fn before_fast_open(fd: c_int, flags: c_int) {
     if flags & libc::MSG_FASTOPEN != 0 {
@@ -488,9 +491,9 @@ pub unsafe extern "C" fn splice(
     flags: c_uint,
 ) -> ssize_t {
     match (call::connection(input), call::connection(out)) {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         (None, None) => unsafe { real(input, input_offset, out, out_offset, len, flags) },
-        // SAFETY: likewise.
+        // SAFETY: the caller's arguments are passed on unchanged.
         (from, to) => unsafe { splice_on(from, to, real, input, input_offset, out, out_offset, len, flags) },
     }
 }
@@ -509,11 +512,11 @@ unsafe extern "C" fn splice_on(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let call = || unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
     let plain = !input_offset.is_null() || !out_offset.is_null() || len == 0 || !takes_splice(out);
     if from.is_some() && plain {
-        // The kernel refuses the call, with or without bytes in the socket.
+        // The kernel fails the call, or moves no byte, whether or not the socket has bytes.
         return call();
     }
     for socket in [from, to].into_iter().flatten() {
@@ -525,7 +528,7 @@ unsafe extern "C" fn splice_on(
             within(|| sendfile::splice(socket, input, out, len, nonblocking, call))
         }
         (_, Some(socket)) => {
-            // SAFETY: likewise.
+            // SAFETY: the caller's arguments are passed on, with an fd of the same socket as `out`.
             let call = |out| unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
             within(|| tx::send_on_tcp(socket, out, 0, &call))
         }
@@ -533,16 +536,16 @@ unsafe extern "C" fn splice_on(
     }
 }
 
-/// Returns whether `fd` is the writing end of a pipe.
+/// Returns whether `fd` is a pipe that is open for writing.
 fn takes_splice(fd: c_int) -> bool {
     use rustix::fs::{FileType, OFlags};
-    // SAFETY: the program's own number, in the middle of its call.
+    // SAFETY: `fd` is the program's own, in the middle of its call.
     let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
     rustix::fs::fstat(fd).is_ok_and(|s| FileType::from_raw_mode(s.st_mode) == FileType::Fifo)
         && rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.intersects(OFlags::WRONLY | OFlags::RDWR))
 }
 
-// The calls that hand a descriptor to libc.
+// The calls that hand a descriptor to I/O inside libc.
 
 hooks! {
     /// `fdopen(3)`.
@@ -559,7 +562,7 @@ hooks! {
 
     /// `aio_read(3)` and `aio_write`.
     pub fn aio(block: *mut aiocb) -> c_int;
-    // SAFETY: null, or the program's own.
+    // SAFETY: `block` is null or the program's own.
     |plain| { unsafe { give_block(block) }; plain() }
 
     /// `lio_listio(3)`.
@@ -568,26 +571,26 @@ hooks! {
     ) -> c_int;
     |plain| {
         for i in 0..if blocks.is_null() { 0 } else { count.max(0) as usize } {
-            // SAFETY: the program's array of pointers, each null or to a block.
+            // SAFETY: `blocks` is the program's array of `count` pointers, each null or to a block.
             unsafe { give_block(*blocks.add(i)) };
         }
         plain()
     }
 }
 
-/// Releases the descriptor of an aio block to libc.
+/// Hands the descriptor of an aio block to libc, as `give_to_libc` does.
 ///
 /// # Safety
 /// `block` is null, or the program's own.
 #[inline]
 unsafe fn give_block(block: *const aiocb) {
-    // SAFETY: by the contract.
+    // SAFETY: `block` is null or the program's own, by the contract.
     if let Some(block) = unsafe { block.as_ref() } {
         give_to_libc(block.aio_fildes);
     }
 }
 
-/// Takes the stream behind `fd` back to TCP for good: from now on libc does the I/O.
+/// Takes the stream behind `fd` back to TCP for good: from here on libc does the I/O on `fd`.
 #[inline]
 fn give_to_libc(fd: c_int) {
     if let Some(socket) = crate::notify::table::socket(fd) {

@@ -1,6 +1,6 @@
-//! The registered allocator (`config/arenas.rs`): how it is found, its calls into the library, and the system calls by
-//! number that it is notified of, because they change the memory map. It finds out about libc's functions itself
-//! (`alloc/`).
+//! Connects the library to the registered allocator (`alloc/`, `config/arenas.rs`): finds it, serves its calls into the
+//! library, and notifies it of system calls by number that change the memory map. The allocator itself hooks the
+//! functions of libc that do so.
 
 use core::ffi::{c_int, c_long};
 
@@ -12,12 +12,13 @@ use crate::objects::library::Library;
 use crate::signals::jump::within;
 use crate::sys::{errno, vfork};
 
-/// The variable, by name, since the configuration is not read before it is needed.
+/// The environment variable that asks for the allocator. It is read by its name, since the configuration is read only
+/// when it is needed.
 const VARIABLE: &str = "RDMASOCK_ALLOC";
 
-/// Finds the allocator, if the variable asks for it. Called when the library is loaded.
+/// Finds the allocator, if `VARIABLE` asks for it. Called when the library is loaded.
 pub(super) fn find_allocator() {
-    // SAFETY: libc's own variable.
+    // SAFETY: `environ` is libc's own variable.
     if unsafe { environ.is_null() } {
         return;
     }
@@ -36,8 +37,8 @@ unsafe extern "C" fn end(start: usize, len: usize, force: c_int) -> c_int {
         return 1;
     };
     if vfork::is_stranger() {
-        // This process may run on the memory of its parent, and the registrations are the parent's. No call uses them,
-        // since the epoch has changed.
+        // This process may run on the memory of its parent, and the registrations are the parent's. They stay, but no
+        // call uses them, since the epoch has changed.
         return 0;
     }
     let errno = errno::get();
@@ -50,15 +51,15 @@ unsafe extern "C" fn end(start: usize, len: usize, force: c_int) -> c_int {
     ended.into()
 }
 
-/// Defines handlers that notify the allocator before the system call.
+/// Defines handlers of system calls that notify the allocator first.
 macro_rules! changes {
     ($($name:ident $number:ident;)*) => {
-        /// Calls whose arguments the allocator checks.
+        /// The numbers of these system calls, with their handlers. The allocator checks the arguments.
         pub(super) const MEMORY: &[(c_long, Handler)] = &[$((libc::$number, $name)),*];
 
         $(unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
             arenas::before(libc::$number, [a, b, c, d, e, f]);
-            // SAFETY: the program's own call.
+            // SAFETY: the system call and its arguments are the program's own.
             result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) })
         })*
     };

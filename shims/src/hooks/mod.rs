@@ -1,5 +1,5 @@
-//! The functions behind the hooked libc calls, one for each. A function serves its call from an accelerated stream, or
-//! hands it to libc's own function, which is its first argument.
+//! The functions behind the hooked libc calls, one for each call. A function serves the call on an accelerated stream,
+//! or hands it to libc's own function, which is its first argument.
 //!
 //! The shape of a function here, and why:
 //!
@@ -12,17 +12,19 @@
 //! }
 //! ```
 //!
-//! - It is `extern "C"`, from which nothing unwinds, so redhook's `catch_unwind` around it vanishes in every optimised
-//!   build (`opt-level` 1 is enough). If it stayed, the forced unwind of a cancelled thread would abort the process,
-//!   and a panic would lead to a second real call. The price is that a panic aborts: no code here may panic.
-//! - It holds no value with a destructor and calls no function that may unwind. So it needs no landing pads, and the
-//!   compiler makes the real call a jump (see [`crate::sys::real`]).
-//! - A blocking call behind `recv_slow` goes through [`Cancellable`](real::Cancellable). A destructor that is alive
-//!   meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`. There the forced unwind
-//!   runs it (measured, x86-64); in an `extern "C"` function itself the forced unwind aborts if it meets one.
+//! - It is `extern "C"`, so nothing unwinds from it, and redhook's `catch_unwind` around it vanishes in every optimised
+//!   build (`opt-level` 1 is enough). With the `catch_unwind`, the forced unwind of a cancelled thread would abort the
+//!   process, and after a panic libc's function would be called a second time. On the other hand a panic aborts, so no
+//!   code here may panic.
+//! - It holds no value with a destructor, and calls no function that may unwind. So it needs no landing pads, and the
+//!   compiler turns the call of `real` into a jump (see [`crate::sys::real`]).
+//! - A blocking call within `recv_slow` goes through [`Cancellable`](real::Cancellable). A value with a destructor that
+//!   lives during such a call belongs in an `#[inline(never)]` function of Rust's own ABI, which `recv_slow` calls.
+//!   There the forced unwind of a cancelled thread runs the destructor (measured, x86-64). In an `extern "C"` function
+//!   it aborts the process if it meets one.
 //!
-//! For the calls that move bytes the macro `call!` of [`io`] makes both functions. For other calls that go on to libc's
-//! function the macro `hooks!` makes the one.
+//! The macro `call!` of [`io`] defines both functions for a call that moves bytes. The macro `hooks!` defines a hook
+//! that is a single function and goes on to libc's.
 #![allow(
     clippy::missing_safety_doc,
     reason = "the contract of each function is that of the libc function it is named after, and that `real` is that function"
@@ -40,8 +42,8 @@ mod report;
 pub mod socket;
 pub mod syscall;
 
-/// Runs when the library is loaded, before `main`, but perhaps after the first hook: another library's constructor may
-/// have made a hooked call.
+/// Runs when the library is loaded, before `main`. A hook may have run earlier, because another library's constructor
+/// may have made a hooked call.
 pub extern "C" fn on_load() {
     real::resolve_all();
     syscall::resolve();
@@ -52,7 +54,7 @@ pub extern "C" fn on_load() {
     memory::find_allocator();
 }
 
-/// Defines hooks that are one function, which acts before libc's function or on its result. They go on to libc's
+/// Defines hooks of a single function, which acts before libc's function or on its result. They go on to libc's
 /// function, with unchanged arguments:
 ///
 /// ```text
@@ -62,8 +64,8 @@ pub extern "C" fn on_load() {
 /// }
 /// ```
 ///
-/// The expression calls libc's function by `plain()`: as the last thing that it does, or where the call cannot block.
-/// With `|blocking plain|` the call is a cancellation point, and may be made anywhere.
+/// The expression calls libc's function by `plain()`. It has to be the last action of the expression, or a call that
+/// cannot block. With `|blocking plain|` the call may block at any place, and is a cancellation point.
 macro_rules! hooks {
     ($(
         $(#[$what:meta])*
@@ -78,11 +80,11 @@ macro_rules! hooks {
         }
     )*};
     (@bind $real:ident ($($argument:ident),*) blocking $plain:ident) => {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         let $plain = move || unsafe { $crate::sys::real::Cancellable::cancellable($real)($($argument),*) };
     };
     (@bind $real:ident ($($argument:ident),*) $plain:ident) => {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         let $plain = move || unsafe { $real($($argument),*) };
     };
 }

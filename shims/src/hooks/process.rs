@@ -56,20 +56,22 @@ hooks! {
     pub fn popen(command: *const c_char, mode: *const c_char) -> *mut FILE;
     |plain| { before_exec(false); plain() }
 
-    /// `fork(2)`. The library's handlers of `pthread_atfork` do the work before and after it. Signal handlers run
-    /// before or after it, and a jump out of one leaves no lock of libc locked.
+    /// `fork(2)`. The library's handlers of `pthread_atfork` do the work before and after it. The call is a critical
+    /// section, so signal handlers run before or after it, and a jump out of a handler leaves no lock of libc locked.
     pub fn fork() -> pid_t;
     |plain| within(plain)
 
-    /// `_Fork(3)`: no handler of `pthread_atfork` runs, so the library's handlers are called here.
+    /// `_Fork(3)`: libc runs no handler of `pthread_atfork`, so the library's handlers are called here.
     pub fn fork_bare() -> pid_t;
     |plain| crate::notify::fork::around(|| plain() as isize) as pid_t
 
-    /// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
+    /// `_exit(2)` and `_Exit`: libc runs no handler of `atexit`, so the library's handler is called here. Does not
+    /// return.
     pub fn exit_now(status: c_int);
     |plain| { crate::process::exit::at_exit(); plain() }
 
-    /// `quick_exit(3)`: only the handlers of `at_quick_exit` run. Does not return.
+    /// `quick_exit(3)`: libc runs only handlers of `at_quick_exit`, so the library's handler is called here. Does not
+    /// return.
     pub fn quick_exit(status: c_int);
     |plain| { crate::process::exit::at_exit(); plain() }
 }
@@ -77,28 +79,30 @@ hooks! {
 /// The type of a function that a child of `clone` runs.
 type CloneChildFn = unsafe extern "C" fn(*mut c_void) -> c_int;
 
-/// The function that a child of `clone` runs.
+/// The program's function that a child of `clone` runs, and its argument.
 #[derive(Clone, Copy)]
 struct Work {
     function: CloneChildFn,
     argument: *mut c_void,
 }
 
-/// Runs the program's function in the child, which has a copy of the memory, and ends the process with its status. The
-/// return to libc would end the calling thread alone, and the service thread would keep the process alive.
+/// Runs in a child of `clone` that has a copy of the memory. Calls the program's function, and ends the process with
+/// its result as the status. A return to libc would end only this thread, and the child's service thread would keep the
+/// process alive.
 unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     crate::notify::fork::child();
     // SAFETY: `at` lies in the frame of `clone` in the parent, which has not ended in this copy of the memory.
     let work = unsafe { *at.cast::<Work>() };
-    // SAFETY: the program's own function.
+    // SAFETY: the program has passed this function with this argument to `clone`.
     let status = unsafe { (work.function)(work.argument) };
     // SAFETY: libc's own function, which does not return.
     unsafe { exit_now(real::_exit(), status) };
     status
 }
 
-/// A child of `clone` with one of these flags is not treated like a child of fork(3). If it has other thread-local
-/// storage, the library cannot be entered before the child has set that up.
+/// The flags of `clone` with which a child is not treated like a child of fork(3). By the first two it shares memory or
+/// descriptors with its parent. By CLONE_SETTLS it has other thread-local storage, and no code of the library can run
+/// before the child has set that up.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SETTLS;
 
 /// `clone(2)`, libc's function. A child with its own memory and descriptors is treated like a child of fork(3). A child
@@ -119,7 +123,8 @@ pub unsafe extern "C" fn clone(
     {
         let mut own = Work { function, argument };
         let at = (&raw mut own).cast();
-        // SAFETY: the caller's arguments, but for the function, which calls the program's.
+        // SAFETY: the caller's arguments are passed on, except that `work` calls the program's function with its
+        // argument.
         let call = || unsafe { real(Some(work), stack, flags, at, parent, storage, child) } as isize;
         return crate::notify::fork::around(call) as c_int;
     }
@@ -128,7 +133,7 @@ pub unsafe extern "C" fn clone(
     if borrows {
         crate::sys::vfork::prepare();
     }
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let pid = unsafe { real(function, stack, flags, argument, parent, storage, child) };
     if borrows {
         crate::sys::vfork::end();
@@ -144,43 +149,45 @@ fn before_exec(replaces: bool) {
     }
 }
 
-// The kernel refuses some of the calls that enter namespaces to a process with several threads. For those the service
-// thread ends, and is made again afterwards. If it cannot be made again, the library lets go of the process first.
+// The kernel refuses some calls that enter namespaces in a process with several threads. For such a call the service
+// thread ends, and is started again afterwards. If it could not be started again, the library first ends its part in
+// the process (`seccomp::let_go`).
 
 const CLONE_NEWTIME: c_int = 0x80;
 
 /// The flags of unshare(2) that only a process with one thread may use.
 const UNSHARED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM;
 
-/// The namespaces that setns(2) refuses to a thread that shares anything with others (user, time), or that shares its
-/// root and working directory (mount).
+/// The kinds of namespaces that setns(2) refuses in a process with several threads (user, time), or to a thread that
+/// shares its root and working directory with others (mount).
 const ENTERED_ALONE: c_int = libc::CLONE_NEWUSER | libc::CLONE_NEWNS | CLONE_NEWTIME;
 
-/// The namespaces for the next child that leave a process unable to make a thread.
+/// The kinds of namespaces that begin with the next child. A process that has entered one of these can make no thread.
 const LEAVES_NO_THREAD: c_int = libc::CLONE_NEWPID | CLONE_NEWTIME;
 
-/// How often a refused call is made, and the pause between two tries, ns. The kernel forgets a thread's id some
-/// instructions before the thread, and a thread of `core/src/os/apart.rs` lasts 0.1 ms.
+/// The most tries of a refused call, and the pause between two tries, ns. A call may be refused for a moment after the
+/// service thread has ended: the kernel forgets a thread's id some instructions before the thread, and a thread of
+/// `core/src/os/apart.rs` lasts 0.1 ms.
 const TRIES: u32 = 20;
 const PAUSE: i64 = 50_000;
 
 /// `unshare(2)`.
 pub unsafe extern "C" fn unshare(real: real::unshare, flags: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let call = || unsafe { real(flags) };
     call_alone(flags & UNSHARED_ALONE != 0, flags, &call)
 }
 
 /// `setns(2)`. `kind` 0 stands for any kind.
 pub unsafe extern "C" fn setns(real: real::setns, fd: c_int, kind: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let call = || unsafe { real(fd, kind) };
     call_alone(kind == 0 || kind & ENTERED_ALONE != 0, kind, &call)
 }
 
-/// Makes the call. If it fails as it does in a process with several threads, makes it again without the service thread.
-/// `may_be_refused` is whether that can be the reason. A signal handler cannot make that thread again, so there the
-/// error stands.
+/// Makes the call. If it fails with an error by which the kernel refuses it in a process with several threads, makes it
+/// again without the service thread. `may_be_refused` says whether the kernel refuses such a call. A signal handler
+/// cannot start the service thread again, so in a handler the error is returned.
 #[inline(never)]
 fn call_alone(may_be_refused: bool, flags: c_int, call: &dyn Fn() -> c_int) -> c_int {
     let before = errno::get();
@@ -236,12 +243,12 @@ pub unsafe extern "C" fn prctl(
     if option == libc::PR_SET_SECCOMP {
         match a as c_uint {
             libc::SECCOMP_MODE_STRICT => seccomp::before_strict(),
-            // SAFETY: what the program gives the kernel for a filter.
+            // SAFETY: the address is the one that the program passes to the kernel for a filter.
             libc::SECCOMP_MODE_FILTER => unsafe { seccomp::before_filter(b as *const _) },
             _ => {}
         }
     }
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { real(option, a, b, c, d) }
 }
 
@@ -254,10 +261,10 @@ pub unsafe extern "C" fn seccomp(
 ) -> c_int {
     match operation {
         libc::SECCOMP_SET_MODE_STRICT => seccomp::before_strict(),
-        // SAFETY: what the program gives the kernel for a filter.
+        // SAFETY: the address is the one that the program passes to the kernel for a filter.
         libc::SECCOMP_SET_MODE_FILTER => unsafe { seccomp::before_filter(argument.cast()) },
         _ => {}
     }
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { real(operation, flags, argument) }
 }

@@ -1,11 +1,11 @@
-//! Corrects what a program reads of its connection from the kernel: by the bytes that went over links, and by the
-//! library's own bytes in TCP. The options are TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO, SIOCOUTQ
-//! and SIOCOUTQNSD. Not here: FIONREAD ([`rx::available`]), and options that the library keeps
-//! ([`Keepalive`](sockopt::Keepalive), [`tx::cork`](crate::data::tx::cork)).
+//! Corrects values about a connection that a program reads from the kernel. These lack the bytes that went over links,
+//! and include the library's own bytes in TCP. They are TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO,
+//! SIOCOUTQ and SIOCOUTQNSD. FIONREAD is corrected by [`rx::available`]. The options that the library keeps are in
+//! [`Keepalive`](sockopt::Keepalive) and [`tx::cork`](crate::data::tx::cork).
 //!
-//! To TCP a byte is acknowledged when it has arrived at the peer's host, whether or not the program there has read it.
-//! On a link within the host a byte has arrived at once. The ring lies in the reader's memory, and is read to its end
-//! even if the sender has ended. Between hosts a byte has arrived when the other end confirms it.
+//! TCP acknowledges a byte when it has arrived at the peer's host, whether or not the program there has read it. On a
+//! link within the host a byte has arrived at once: the ring lies in the reader's memory, and is read to its end even
+//! if the sender has ended. Between hosts a byte has arrived when the other end confirms it.
 //!
 //! A reported count never falls, even while bytes move from the link to TCP.
 
@@ -26,13 +26,13 @@ use crate::sys::{sockopt, tcp_info};
 /// SO_MEMINFO (asm-generic/socket.h).
 const MEMINFO: sockopt::Name = (libc::SOL_SOCKET, 55);
 
-/// Longer than either value on any kernel so far, bytes.
+/// The most bytes of a value that are read from the kernel. TCP_INFO and SO_MEMINFO are shorter on all kernels so far.
 const LONGEST: usize = 512;
 
-/// SK_MEMINFO_RMEM_ALLOC (linux/sock_diag.h): the first of an array of 32 bits each.
+/// The offset of SK_MEMINFO_RMEM_ALLOC (linux/sock_diag.h) in SO_MEMINFO, an array of 32-bit numbers.
 const RMEM_ALLOC: usize = 0;
 
-/// The traffic of one direction up to now.
+/// The traffic of one direction so far by which the kernel's values are corrected.
 #[derive(Clone, Copy, Default)]
 struct Traffic {
     /// Bytes and calls that went over links.
@@ -40,11 +40,11 @@ struct Traffic {
     calls: u64,
     /// The part of `bytes` that no call has received yet.
     unread: u64,
-    /// Bytes in TCP that are not the program's.
+    /// Bytes of markers in TCP, which are not the program's.
     ours: u64,
-    /// Bytes that have left the program, and have not arrived.
+    /// Bytes that the program has sent, and that have not arrived at the peer's host.
     waiting: u64,
-    /// The part of `waiting` that TCP or the other host has not been given yet.
+    /// The part of `waiting` that was given neither to TCP nor to the other host yet.
     unsent: u64,
     /// The [tick](crate::sys::time::tick) at which the link was last used; 0: never.
     last: u64,
@@ -55,13 +55,13 @@ impl Traffic {
         self.bytes | self.ours | self.waiting == 0
     }
 
-    /// Returns how many segments TCP would have needed at least, with one or more for each call.
+    /// Returns the least number of TCP segments for this traffic, with at least one segment for each call.
     fn segments(&self, mss: u64) -> u64 {
         let mss = mss.max(1);
         self.calls.max((self.bytes - self.unread).div_ceil(mss)) + self.unread.div_ceil(mss)
     }
 
-    /// Returns the time since the link was last used, ms, or `kernel` if that is less.
+    /// Returns the time since the link was last used, ms, or the kernel's value `kernel` if that is less.
     fn idle(&self, kernel: u32) -> u32 {
         if self.last == 0 {
             return kernel;
@@ -70,8 +70,8 @@ impl Traffic {
     }
 }
 
-/// Returns the traffic of the sending direction. The caller holds its lock. `away` is what the function `away` has
-/// returned.
+/// Returns the traffic of the sending direction. The caller holds the direction's lock. `away` is the result of the
+/// function `away`.
 fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
     let way = &socket.told.ledger.sent;
     let counts = socket.told.stats().map(|stats| stats.tx.load()).unwrap_or_default();
@@ -105,7 +105,8 @@ fn away(socket: &'static Socket) -> Away {
     };
     ready::progress(socket);
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-    // In this order: bytes that are sent in between count as unconfirmed alone.
+    // `unconfirmed` is read first, so bytes that are sent between the two readings count as unconfirmed, but not as
+    // unsent.
     let unconfirmed = remote.end().unconfirmed(theirs).unwrap_or(0);
     Away {
         unconfirmed,
@@ -113,7 +114,8 @@ fn away(socket: &'static Socket) -> Away {
     }
 }
 
-/// Returns the traffic of the receiving direction. The caller holds its lock, and has got `uncounted` under it.
+/// Returns the traffic of the receiving direction. The caller holds the direction's lock, and has read `uncounted`
+/// under it.
 fn received(socket: &Socket, uncounted: &Uncounted) -> Traffic {
     let way = &socket.told.ledger.received;
     let counts = socket.told.stats().map(|stats| stats.rx.load()).unwrap_or_default();
@@ -128,8 +130,8 @@ fn received(socket: &Socket, uncounted: &Uncounted) -> Traffic {
     }
 }
 
-/// Returns the value of SIOCOUTQ, the bytes that the peer's host does not have, from the kernel's value `kernel`. With
-/// `unsent`, of SIOCOUTQNSD: the bytes that have not been sent.
+/// Returns the corrected value of SIOCOUTQ, the number of bytes that the peer's host does not have, or with `unsent` of
+/// SIOCOUTQNSD, the number of bytes that have not been sent. `kernel` is the kernel's value.
 pub(super) fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
     let away = away(socket);
     let Some(tx) = socket.tx.lock() else {
@@ -138,7 +140,7 @@ pub(super) fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) ->
     let traffic = sent(socket, &tx, away);
     let more = if unsent { traffic.unsent } else { traffic.waiting };
     let mut queued = kernel.max(0) as u64;
-    // The library's share of these bytes can be computed only together with their number.
+    // The number of marker bytes in `queued` follows only from TCP's positions, so `queued` is computed from these too.
     if queued > 0
         && tx.ours_from(0) > 0
         && let Some(fd) = socket.numbers.anchor_fd()
@@ -155,28 +157,29 @@ pub(super) fn is_corrected(option: sockopt::Name) -> bool {
     [tcp_info::NAME, MEMINFO].contains(&option)
 }
 
-/// Corrects what the kernel has written for the program.
+/// Corrects the value of `option` that the kernel has written for the program.
 ///
 /// # Safety
 /// `value` is valid for writes of `len` bytes, which getsockopt(2) has just written for `option`.
 #[cold]
 pub(super) unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
     let away = away(socket);
-    // With both locks the kernel's counts and the library's are of one moment. A thread that puts bytes of the library
-    // into TCP, or takes them out, holds one of the locks until they are counted.
+    // Under both locks the kernel's counts and the library's counts agree. A thread that puts bytes of the library into
+    // TCP, or takes them out, holds one of the locks until it has counted them.
     let (Some(mut rx), Some(tx)) = (socket.rx.lock(), socket.tx.lock()) else {
         return;
     };
     let sent = sent(socket, &tx, away);
     let is_quiet = socket.is_plain() && sent.is_none();
     if is_quiet && received(socket, &Uncounted::default()).is_none() {
-        // The connection has only ever been on TCP.
+        // The connection has never been on a link, so the kernel's value is right.
         return;
     }
-    // The program may ask for the first bytes alone, which may end in the middle of a number.
+    // Reads the whole value again: the program may have asked only for its first bytes, which may end in the middle of
+    // a number.
     let anchor = socket.numbers.anchor_fd();
     let asked = anchor.and_then(|fd| sockopt::bytes::<LONGEST>(fd, option).ok());
-    // After the kernel's counts: bytes that come in between are left out rather than counted twice.
+    // Read after the kernel's counts, so that bytes that come in between are left out and not counted twice.
     let uncounted = rx::uncounted(socket, &mut rx);
     let received = received(socket, &uncounted);
     let Some((mut copy, known)) = asked else {
@@ -199,7 +202,8 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
     if tx.end.is_shut() {
         info.put_u8(at::STATE, state_after_shutdown);
     }
-    // A marker is not the program's, and the peer's host may be slow to acknowledge it.
+    // If only bytes of markers are unacknowledged, the program sees no unacknowledged segment: the peer's host may
+    // acknowledge markers late.
     let positions = Positions::in_info(info, socket.promotion.role()).unwrap_or_default();
     let (unanswered, unsent) = (tx.ours_from(positions.acked), tx.ours_from(positions.sent));
     if unanswered > unsent && unanswered - unsent == positions.sent - positions.acked {
@@ -221,7 +225,7 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
     }
     let told = &socket.told.ledger.told_segments;
     let (out, into) = (sent.segments(mss), received.segments(mss));
-    // Each segment is acknowledged by another, as TCP does where there are few of them.
+    // Each data segment also counts one acknowledging segment, as TCP sends them while there are few segments.
     let segments = [
         (at::SEGS_OUT, out + into),
         (at::DATA_SEGS_OUT, out),
@@ -238,7 +242,7 @@ fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic,
     info.put_u32(at::NOTSENT_BYTES, |n| n.saturating_add(bounded(sent.unsent)));
     info.put_u32(at::LAST_DATA_SENT, |ms| sent.idle(ms));
     info.put_u32(at::LAST_DATA_RECV, |ms| received.idle(ms));
-    // Bytes on a link have arrived when they are sent.
+    // Bytes on a link count as acknowledged when they are sent.
     info.put_u32(at::LAST_ACK_RECV, |ms| sent.idle(ms));
 }
 
@@ -247,7 +251,8 @@ fn bounded(n: u64) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// Returns the state after a shutdown(SHUT_WR) that the kernel does not know of yet (tcp_states.h).
+/// Returns the TCP state that follows `state` by a shutdown(SHUT_WR), which the kernel does not know of yet
+/// (tcp_states.h).
 fn state_after_shutdown(state: u8) -> u8 {
     const ESTABLISHED: u8 = 1;
     const FIN_WAIT1: u8 = 4;
@@ -260,7 +265,8 @@ fn state_after_shutdown(state: u8) -> u8 {
     }
 }
 
-/// Returns a count that wraps, or the value that was last reported for it if that is later.
+/// Returns `count`, which wraps, or the value that was last reported for it if that is later. Stores the result in
+/// `told`.
 fn later(told: &AtomicU32, count: u32) -> u32 {
     let before = told.load(Relaxed);
     if (count.wrapping_sub(before) as i32) < 0 {

@@ -23,19 +23,19 @@ use crate::sys::real::Cancellable;
 use crate::sys::sockopt::{Keepalive, Name};
 use crate::sys::{errno, iov, real, sockopt};
 
-/// Takes the state of a connection out of the kernel, or puts a state in (linux/tcp.h).
+/// The option by which a program reads a connection's state from the kernel, or sets it (linux/tcp.h).
 const TCP_REPAIR: c_int = 19;
 
 const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
 const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
 const CORK: Name = (libc::IPPROTO_TCP, libc::TCP_CORK);
-/// Receives into memory that the program has mapped from the socket (linux/tcp.h).
+/// TCP_ZEROCOPY_RECEIVE: receives into memory that the program has mapped from the socket (linux/tcp.h).
 const ZEROCOPY_RECEIVE: Name = (libc::IPPROTO_TCP, 35);
 
 /// `socket(2)`.
 #[inline]
 pub unsafe extern "C" fn socket(real: real::socket, domain: c_int, kind: c_int, protocol: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let fd = lowest(|| unsafe { real(domain, kind, protocol) });
     let stream = kind & !(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) == libc::SOCK_STREAM;
     let inet = domain == libc::AF_INET || domain == libc::AF_INET6;
@@ -79,12 +79,12 @@ fn accepted(fd: c_int, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_i
     }
 }
 
-/// Accepts a connection. The listener object is kept meanwhile: its fd may be closed, and the kernel still gives out a
-/// connection.
+/// Accepts a connection. Keeps the listener object meanwhile: another thread may close its fd, and the kernel's
+/// accept() may still return a connection.
 #[inline(never)]
 fn accept_from(listener: &'static Listener, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
     if !listener.retain() {
-        // Another thread has closed it since the fd was looked up.
+        // Another thread has closed the listener since the fd was looked up.
         return or_if_cancelled(accept, || ());
     }
     let new = or_if_cancelled(accept, || listener.release());
@@ -105,16 +105,16 @@ pub unsafe extern "C" fn connect(
     address: *const sockaddr,
     address_len: socklen_t,
 ) -> c_int {
-    // SAFETY: null, or an address of the program's, whose family alone is read.
+    // SAFETY: `address` is null or the program's own, and only its family is read.
     let family = unsafe { address.as_ref() }.map_or(0, |a| c_int::from(a.sa_family));
     if family == libc::AF_UNSPEC && !address.is_null() && table::socket(fd).is_some() {
         within(|| lifecycle::before_disconnect(fd));
     }
     if family != libc::AF_INET && family != libc::AF_INET6 {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { real(fd, address, address_len) };
     }
-    // SAFETY: likewise.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { connect_on(real, fd, address, address_len) }
 }
 
@@ -126,10 +126,10 @@ unsafe extern "C" fn connect_on(
     address_len: socklen_t,
 ) -> c_int {
     let before = table::token(fd);
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let result = unsafe { real.cancellable()(fd, address, address_len) };
     let connects = result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR);
-    // The fd may be another file's by now.
+    // The fd may stand for another file by now.
     if connects && table::token(fd) == before {
         within(|| lifecycle::on_connect(fd));
     }
@@ -140,16 +140,16 @@ unsafe extern "C" fn connect_on(
 #[inline]
 pub unsafe extern "C" fn shutdown(real: real::shutdown, fd: c_int, how: c_int) -> c_int {
     match call::connection(fd) {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         None => unsafe { real(fd, how) },
-        // SAFETY: likewise.
+        // SAFETY: the caller's arguments are passed on unchanged.
         Some(socket) => unsafe { shutdown_on(socket, real, fd, how) },
     }
 }
 
 #[inline(never)]
 unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: real::shutdown, fd: c_int, how: c_int) -> c_int {
-    // SAFETY: the caller's own socket.
+    // SAFETY: shutdown(2) on the caller's own socket takes no address.
     let call = |how| unsafe { real(fd, how) };
     within(|| {
         reclaim(socket);
@@ -163,7 +163,7 @@ unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: real::shutdown, 
             call(how)
         };
         farewell.tell();
-        // Once both halves are shut a hang-up is reported, in whichever order they were.
+        // Once both halves are shut, a hang-up is reported, whichever half was shut first.
         if result == 0 && (how != libc::SHUT_WR || socket.rx_shut.load(Acquire)) {
             rx::shut(socket);
         }
@@ -183,10 +183,10 @@ pub unsafe extern "C" fn getsockopt(
 ) -> c_int {
     let option = (level, name);
     if is_kept(option) || [NODELAY, ERROR, ZEROCOPY_RECEIVE].contains(&option) || report::is_corrected(option) {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         return unsafe { getsockopt_on(real, fd, level, name, value, value_len) };
     }
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { real(fd, level, name, value, value_len) }
 }
 
@@ -199,20 +199,20 @@ unsafe extern "C" fn getsockopt_on(
     value: *mut c_void,
     value_len: *mut socklen_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let ask = || unsafe { real(fd, level, name, value, value_len) };
     if is_kept((level, name)) {
-        // SAFETY: `ask` is getsockopt(2) for these places.
+        // SAFETY: `ask` is getsockopt(2) for `value` and `value_len`.
         return unsafe { get_kept(fd, (level, name), value.cast(), value_len, ask) };
     }
     match call::connection(fd) {
         None => ask(),
-        // SAFETY: likewise.
+        // SAFETY: `ask` is getsockopt(2) for `value` and `value_len`.
         Some(socket) => within(|| unsafe { get_corrected(socket, (level, name), value.cast(), value_len, ask) }),
     }
 }
 
-/// Asks the kernel, and corrects the value by what only the library knows.
+/// Calls getsockopt(2), and corrects the value by what only the library knows.
 ///
 /// # Safety
 /// `ask` is getsockopt(2) for `value` and `len`.
@@ -236,49 +236,49 @@ unsafe fn get_corrected(
     }
     if result == 0 && report::is_corrected(option) {
         let errno = errno::get();
-        // SAFETY: likewise.
+        // SAFETY: the kernel has just written `*len` bytes there, by the contract.
         unsafe { report::correct(socket, option, value, *len as usize) };
         errno::set(errno);
     }
     result
 }
 
-/// Corrects SO_ERROR for a connection whose end the kernel does not know, or not any more.
+/// Corrects SO_ERROR for a connection with an error that the library keeps and the kernel does not report.
 ///
 /// # Safety
 /// `value` is valid for reads and writes of `len` bytes.
 unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
     let mut error = [0; size_of::<c_int>()];
     let len = len.min(error.len());
-    // SAFETY: by the contract.
+    // SAFETY: `value` is valid for `len` bytes, by the contract.
     unsafe { std::ptr::copy_nonoverlapping(value, error.as_mut_ptr(), len) };
     let error = match c_int::from_ne_bytes(error) {
         0 => reset::take_untold(socket).unwrap_or(0),
         error => {
-            // An error is reported once, by the kernel or by the library.
+            // An error is reported once. The kernel has just reported one, so the library forgets its own.
             socket.take_untold();
             error
         }
     };
-    // SAFETY: likewise.
+    // SAFETY: `value` is valid for `len` bytes, by the contract.
     unsafe { std::ptr::copy_nonoverlapping(error.to_ne_bytes().as_ptr(), value, len) };
 }
 
-/// Makes a call on TCP_NODELAY under the send lock. Without the lock the option may be on for a moment, after a marker,
-/// although the program has turned it off (`connection::flush`).
+/// Makes a call on TCP_NODELAY under the send lock. Without the lock, the call could come while `connection::flush` has
+/// the option on for a marker, although the program has turned it off.
 #[inline(never)]
 fn asked_while_quiet(socket: &'static Socket, ask: impl FnOnce() -> c_int) -> c_int {
     let _tx = socket.tx.lock();
     ask()
 }
 
-/// Returns whether the library may keep the option's value.
+/// Returns whether the library may keep the program's value of the option while the kernel has another.
 #[inline]
 fn is_kept(option: Name) -> bool {
     option == CORK || Keepalive::is_concerned(option)
 }
 
-/// Asks the kernel, and replaces the value if the library keeps it.
+/// Calls getsockopt(2), and replaces the value if the library keeps the program's value.
 ///
 /// # Safety
 /// `ask` is getsockopt(2) for `value` and `len`.
@@ -291,7 +291,7 @@ unsafe fn get_kept(fd: c_int, option: Name, value: *mut u8, len: *mut socklen_t,
         }
         socket.keepalive.get(option)
     };
-    // The library may begin to keep the value, or stop, while the kernel is asked.
+    // The library may begin to keep the value, or stop, during the kernel's call.
     let before = kept();
     let result = ask();
     if result == 0
@@ -315,27 +315,28 @@ pub unsafe extern "C" fn setsockopt(
     value_len: socklen_t,
 ) -> c_int {
     match call::connection(fd) {
-        // SAFETY: the caller's arguments, as they are.
+        // SAFETY: the caller's arguments are passed on unchanged.
         None => unsafe { real(fd, level, name, value, value_len) },
         Some(socket) => {
             let option = (level, name);
             if level == libc::IPPROTO_TCP && name == libc::TCP_ULP {
-                // The kernel's TLS works on bytes that go through the kernel.
+                // TCP_ULP switches on the kernel's TLS, which works on bytes that go through the kernel.
                 tx::take_back(socket, Reason::KernelTls);
             }
             if option == CORK
                 && iov::is_plausible(value.cast::<c_int>())
                 && value_len as usize >= size_of::<c_int>()
-                // SAFETY: the program's option, which is at least as long as an int.
+                // SAFETY: `value` is the program's option, which is at least as long as an int.
                 && tx::cork(socket, unsafe { value.cast::<c_int>().read_unaligned() } != 0)
             {
                 return 0;
             }
             if level == libc::IPPROTO_TCP && name == TCP_REPAIR {
-                // The program asks the kernel for the unread and unsent bytes, and the kernel sends nothing.
+                // With TCP_REPAIR the program reads the unread and unsent bytes from the kernel, which sends nothing
+                // meanwhile.
                 pass::release(socket, Reason::Unsupported);
             }
-            // SAFETY: the caller's arguments, as they are.
+            // SAFETY: the caller's arguments are passed on unchanged.
             let set = || unsafe { real(fd, level, name, value, value_len) };
             let result = if option == NODELAY {
                 within(|| asked_while_quiet(socket, set))
@@ -345,7 +346,7 @@ pub unsafe extern "C" fn setsockopt(
                     0 => Ok(unsafe { value.cast::<c_int>().read_unaligned() }),
                     result => Err(result),
                 };
-                // SAFETY: the program's own fd, in the middle of its call.
+                // SAFETY: `fd` is the program's own, in the middle of its call.
                 let fd = unsafe { BorrowedFd::borrow_raw(fd) };
                 within(|| socket.keepalive.on_set(fd, option, ask))
             } else {
@@ -359,7 +360,7 @@ pub unsafe extern "C" fn setsockopt(
                 socket.options.forget_stamps();
             }
             if result == 0 && sockopt::may_be_beyond_links(option) {
-                // SAFETY: the program's own fd, in the middle of its call.
+                // SAFETY: `fd` is the program's own, in the middle of its call.
                 pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) });
             }
             if result == 0 && [sockopt::INQ, sockopt::USER_TIMEOUT].contains(&option) {

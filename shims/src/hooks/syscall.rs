@@ -1,8 +1,8 @@
 //! `syscall(2)`: system calls by number. A call that has a hook under a libc name is served by that hook.
 //! `preload/src/syscall.rs` hands all others to libc by a jump.
 //!
-//! In place of libc's function (`real`) a hook gets the system call itself, in line. The functions of libc are
-//! cancellation points, take other arguments in places, and are not what the program has asked for.
+//! As its argument `real`, the hook gets a function that makes the system call itself, in place of libc's function.
+//! libc's functions are cancellation points, and some take other arguments than the system call.
 
 use core::ffi::c_long;
 use core::sync::atomic::{AtomicPtr, Ordering};
@@ -28,8 +28,8 @@ use crate::sys::{errno, iov, vfork};
 /// The length of [`HANDLERS`]: larger than every number that is served.
 pub const NUMBERS: usize = 448;
 
-/// The handler of a number. It gets six arguments, and uses as many as the call has. It returns the result as `syscall`
-/// does.
+/// The handler of a number. It gets six arguments, and uses those that the system call has. It returns what libc's
+/// `syscall` returns, and sets errno.
 pub type Handler = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_long;
 
 /// The handler of each number; `None` for a number that is not served.
@@ -48,8 +48,8 @@ pub static HANDLERS: [Option<Handler>; NUMBERS] = {
     handlers
 };
 
-/// `system_call!(NUMBER(ARGUMENT: TYPE, …) -> RESULT = WORD, …)`: a function of libc's shape for the system call.
-/// Words that are not given are 0.
+/// `system_call!(NUMBER(ARGUMENT: TYPE, …) -> RESULT = WORD, …)` returns a function with the signature of libc's that
+/// makes the system call with the `WORD`s. Words that are not given are 0.
 macro_rules! system_call {
     ($number:ident($($argument:ident: $type:ty),*) -> $result:ty = $($word:expr),*) => {{
         unsafe extern "C" fn system_call($($argument: $type),*) -> $result {
@@ -57,15 +57,15 @@ macro_rules! system_call {
             for (word, argument) in words.iter_mut().zip([$($word as usize),*]) {
                 *word = argument;
             }
-            // SAFETY: the program's own call.
+            // SAFETY: the system call and its arguments are the program's own.
             result(unsafe { kernel::call(libc::$number, words) }) as $result
         }
         system_call
     }};
 }
 
-/// Defines the list of the numbers in the table (`sys/hooked.rs`), with their handlers. A handler calls the row's
-/// function with the system call for libc's function, in the way that the row says.
+/// Defines the list of the numbers in the table (`sys/hooked.rs`), with their handlers. A handler calls the row's hook
+/// with the system call in place of libc's function. It does so by the function that the row names as `WAY`.
 macro_rules! served {
     ($($module:ident with $libc:ident {$(
         $function:ident $arguments:tt -> $result:ty: $($symbol:ident),* $(| $way:ident $number:ident)*;
@@ -79,9 +79,9 @@ macro_rules! served {
         unsafe extern "C" fn serve(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
             let [$($argument,)* ..] = [a, b, c, d, e, f];
             let system_call = system_call!($number($($argument: $type),*) -> $result = $($argument),*);
-            // SAFETY: the program's own call.
+            // SAFETY: the system call and its arguments are the program's own.
             let served = || unsafe { $module::$function(system_call, $($argument as $type),*) } as c_long;
-            // SAFETY: likewise.
+            // SAFETY: the system call and its arguments are the program's own.
             let plain = || unsafe { system_call($($argument as $type),*) } as c_long;
             $way(a, served, plain)
         }
@@ -101,8 +101,8 @@ pub(super) fn result(of: Result<usize, Errno>) -> c_long {
 
 const SERVED: [&[(c_long, Handler)]; 3] = [CALLS, OTHERS, super::memory::MEMORY];
 
-// The ways to serve a call by number. They differ in whether the call may be a connection's, whether it may wait, and
-// whether it is about the library's tables.
+// The ways to serve a call by number. They differ in whether the call's fd has to be known to the library, whether the
+// call may wait for a link, and whether it changes the library's tables.
 
 /// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
 const CANCEL_DISABLE: c_int = 1;
@@ -111,24 +111,25 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
 }
 
-/// Serves a call that waits only for the kernel, in any process.
+/// Serves a call that never waits for a link. It is served in any process, also one that the library's tables do not
+/// describe.
 fn direct(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     served()
 }
 
-/// Serves a call that may wait for a link. Such a wait is a cancellation point, as libc's functions are, but a system
-/// call by number is none. So cancellation is disabled meanwhile.
+/// Serves a call that may wait for a link. Such a wait is a cancellation point, as in libc's functions, but `syscall`
+/// is none. So cancellation is disabled meanwhile.
 fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     let mut before = 0;
     // SAFETY: async-signal-safe in glibc; the state is this thread's own.
     unsafe { pthread_setcancelstate(CANCEL_DISABLE, &mut before) };
     let result = served();
-    // SAFETY: as above.
+    // SAFETY: the state is this thread's own, from the first call.
     unsafe { pthread_setcancelstate(before, core::ptr::null_mut()) };
     result
 }
 
-/// Serves a call by [`waits`] if the library's tables have the descriptor `fd`; otherwise makes the system call.
+/// Serves a call by [`waits`] if the fd table has an entry for `fd`; otherwise makes the system call.
 fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if table::is_known(fd as c_int) {
         waits(fd, served, plain)
@@ -137,21 +138,21 @@ fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> 
     }
 }
 
-/// Serves a call that changes the library's tables. A process may run on this memory without the library knowing how it
-/// began. The tables are not about such a process, so there the system call is made.
+/// Serves a call that changes the library's tables. In a process that the tables do not describe, which may run on its
+/// parent's memory, only makes the system call.
 fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if vfork::is_stranger() { plain() } else { served() }
 }
 
-/// Serves a call by [`owns`] if the tables have the descriptor `fd`, or if it is the library's own. Otherwise makes the
-/// system call.
+/// Serves a call by [`owns`] if the fd table has an entry for `fd`, or if `fd` is the library's own. Otherwise makes
+/// the system call.
 fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     let concerns = table::is_known(fd as c_int) || privatefd::is_private(fd as c_int);
     if concerns { owns(fd, served, plain) } else { plain() }
 }
 
-/// Serves a call that makes a new fd from `fd`. If the tables have `fd`, by [`owns`]. Otherwise the call is served also
-/// in a process that the tables are not about, because the hook then changes nothing but the new fd.
+/// Serves a call that makes a new fd from `fd`. If the fd table has an entry for `fd`, serves it by [`owns`]. Otherwise
+/// serves it also in a process that the tables do not describe, because the hook then changes nothing but the new fd.
 fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if table::is_known(fd as c_int) {
         owns(fd, served, plain)
@@ -160,18 +161,19 @@ fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() ->
     }
 }
 
-/// libc's own `syscall`, which gets the calls that are not served. Until it is known, a function that finds it and goes
-/// on there.
+/// libc's own `syscall`, which gets the calls that are not served. Before it is looked up, the value is a function that
+/// looks it up and jumps there.
 pub static LIBC: AtomicPtr<c_void> = AtomicPtr::new(unresolved as *mut c_void);
 
-/// Finds libc's own `syscall`.
+/// Looks up libc's own `syscall`, stores it in `LIBC`, and returns it.
 pub(super) extern "C" fn resolve() -> real::syscall {
     let function = real::syscall();
     LIBC.store(function as *mut c_void, Ordering::Relaxed);
     function
 }
 
-/// Stands in for libc's `syscall` before the library's constructor has run.
+/// The value of `LIBC` before the library's constructor has run: looks up libc's `syscall`, and jumps there with
+/// unchanged arguments.
 #[unsafe(naked)]
 unsafe extern "C" fn unresolved() {
     core::arch::naked_asm!(
@@ -200,24 +202,24 @@ unsafe extern "C" fn unresolved() {
 }
 
 // fork and clone by number. A child with memory and descriptors of its own is treated like a child of fork(3): the
-// library's handlers run, though no handler of `pthread_atfork` does. A call whose child shares either with its parent
-// goes on to libc by a jump.
+// library's fork handlers run, although libc runs no handler of `pthread_atfork`. A call whose child shares memory or
+// descriptors with its parent goes on to libc by a jump.
 
 /// The flags by which a child shares memory or descriptors with its parent.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
 
-/// `by_number!(NAME NUMBER: INSTRUCTIONS)`: a handler that goes to `own` if the instructions find that the child is
-/// like a child of fork(3). It jumps to libc's `syscall` if they come to the label 2.
+/// `by_number!(NAME NUMBER: INSTRUCTIONS)` defines a handler. It jumps to `own` if the instructions leave the zero flag
+/// set: the child is like a child of fork(3). Otherwise, and from the label 2, it jumps to libc's `syscall`.
 ///
-/// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another stack (see
-/// `preload/src/syscall.rs`). The moves of the arguments there are undone here.
+/// The handler is naked, since a child that shares the memory, or is given a stack, returns on another stack. It undoes
+/// the moves of the arguments in `preload/src/syscall.rs`.
 macro_rules! by_number {
     ($name:ident $number:ident: $($instruction:literal)*) => {
         #[unsafe(naked)]
         unsafe extern "C" fn $name(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
             unsafe extern "C" fn own(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-                // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this
-                // stack.
+                // SAFETY: the system call is the program's own. Its child shares no memory, so it continues here on a
+                // copy of this stack.
                 forked(|| unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) })
             }
             core::arch::naked_asm!(
@@ -245,30 +247,30 @@ by_number! { clone SYS_clone:
     "test edi, {SHARES}" "jnz 2f" "test rsi, rsi"
 }
 
-// Of clone_args, the flags lie at 0 and the stack at 40 (linux/sched.h).
+// In `struct clone_args` the flags are at offset 0 and the stack at offset 40 (linux/sched.h).
 by_number! { clone3 SYS_clone3:
     "test rdi, rdi" "jz 2f" "test dword ptr [rdi], {SHARES}" "jnz 2f" "cmp qword ptr [rdi + 40], 0"
 }
 
 unsafe extern "C" fn fork_by_number(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
-    // SAFETY: the program's own call.
+    // SAFETY: the system call and its arguments are the program's own.
     forked(|| unsafe { kernel::call(libc::SYS_fork, [0; 6]) })
 }
 
-/// Makes the call as `_Fork(3)` does, with the library's handlers around it. No handler runs if the calling process
-/// began unseen by any hook, and so runs on memory that may not be its own.
+/// Makes a call that forks, with the library's fork handlers around it. No handler runs in a process that the library's
+/// tables do not describe, because it may run on its parent's memory.
 fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
     if vfork::is_stranger() {
         return result(call());
     }
-    // The kernel's value, as is, in which an errno is negative.
+    // `made` is the kernel's own result, in which an errno is negative.
     let made = fork::around(|| call().map_or_else(|e| -e.raw_os_error() as isize, |pid| pid as isize));
     result(usize::try_from(made).map_err(|_| Errno::from_raw_os_error(-made as i32)))
 }
 
 // System calls that differ from libc's functions in their arguments, or in the values that they leave in them.
 
-/// The numbers of these calls, and of fork and clone, with their handlers.
+/// The numbers of such calls, and of fork and clone, with their handlers.
 const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_preadv2, preadv2),
     (libc::SYS_pwritev2, pwritev2),
@@ -283,17 +285,17 @@ const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_clone3, clone3),
 ];
 
-/// Defines a handler for a call whose offset comes in two halves. On a 64-bit machine the lower half is the whole
-/// offset.
+/// Defines a handler for a system call that takes its offset in two arguments. On a 64-bit machine the first of them is
+/// the whole offset.
 macro_rules! vector_at {
     ($name:ident, $number:ident) => {
         unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
             let call = system_call!($number(fd: c_int, iov: *const iovec, count: c_int, at: off_t, flags: c_int) -> ssize_t
                 = fd, iov, count, at, 0, flags);
             let (fd, iov, count, flags) = (a as c_int, b as *const iovec, c as c_int, f as c_int);
-            // SAFETY: the program's own call.
+            // SAFETY: the system call and its arguments are the program's own.
             let served = || unsafe { io::$name(call, fd, iov, count, d as off_t, flags) } as c_long;
-            // SAFETY: likewise.
+            // SAFETY: the system call and its arguments are the program's own.
             let plain = || result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) });
             waits_on(a, served, plain)
         }
@@ -306,20 +308,20 @@ vector_at!(pwritev2, SYS_pwritev2);
 /// The size of a signal mask that the kernel accepts, bytes.
 const MASK_SIZE: usize = 8;
 
-/// Returns whether the kernel accepts a signal mask of the program. (libc's type is longer, but only the kernel reads
-/// the mask.)
+/// Returns whether the kernel accepts a signal mask of `size` bytes at the address `mask`. (libc's type is longer, but
+/// only the kernel reads the mask.)
 fn is_mask(mask: usize, size: usize) -> bool {
     mask == 0 || size == MASK_SIZE
 }
 
-/// Makes the call, and leaves the rest of the time in the program's time-out, as the kernel does.
+/// Makes the call, and leaves the rest of the time in the program's `timeout`, as the kernel does.
 unsafe fn leave_rest(timeout: *mut timespec, call: impl FnOnce() -> c_int) -> c_int {
-    // SAFETY: by the contract.
+    // SAFETY: the callers pass null or the program's own time-out.
     let given = Timeout::from_timespec(unsafe { timeout.as_ref() }).filter(|given| !given.is_zero());
     let deadline = given.map(Timeout::deadline);
     let done = call();
     if let Some(left) = deadline.and_then(|deadline| deadline.left().to_timespec()) {
-        // SAFETY: not null, since it had a time in it.
+        // SAFETY: `timeout` is not null, since a time was read from it.
         unsafe { *timeout = left };
     }
     done
@@ -331,15 +333,15 @@ unsafe extern "C" fn ppoll(a: usize, b: usize, c: usize, d: usize, e: usize, f: 
             = fds, count, timeout, mask, MASK_SIZE
     );
     let (fds, count, timeout) = (a as *mut pollfd, b as nfds_t, c as *mut timespec);
-    // SAFETY: the program's array.
+    // SAFETY: `fds` is null or the program's array of `count` entries.
     let served = is_mask(d, e) && unsafe { poll::has_ours(fds, count) };
     if !served {
-        // SAFETY: the program's own call.
+        // SAFETY: the system call and its arguments are the program's own.
         return result(unsafe { kernel::call(libc::SYS_ppoll, [a, b, c, d, e, f]) });
     }
-    // SAFETY: likewise.
+    // SAFETY: the system call and its arguments are the program's own.
     let call = || unsafe { ready::ppoll(system_call, fds, count, timeout, d as *const sigset_t) };
-    // SAFETY: the program's own time-out.
+    // SAFETY: `timeout` is null or the program's own.
     let call = || c_long::from(unsafe { leave_rest(timeout, call) });
     waits(a, call, || 0)
 }
@@ -364,7 +366,7 @@ unsafe extern "C" fn pselect6(a: usize, b: usize, c: usize, d: usize, e: usize, 
         let sets = [read, write, except].map(|set| set as usize);
         let mask = kernel::address(&raw const mask);
         let words = [count as usize, sets[0], sets[1], sets[2], timeout as usize, mask];
-        // SAFETY: the program's own call.
+        // SAFETY: the system call and its arguments are the program's own.
         result(unsafe { kernel::call(libc::SYS_pselect6, words) }) as c_int
     }
     let sets = poll::Sets {
@@ -374,18 +376,18 @@ unsafe extern "C" fn pselect6(a: usize, b: usize, c: usize, d: usize, e: usize, 
         except: d as *mut fd_set,
     };
     let timeout = e as *mut timespec;
-    // SAFETY: the program's own, or an address where no memory can be.
+    // SAFETY: `f` is the address of the program's own value, or an address where no memory can be.
     let mask = match unsafe { iov::plausible(f as *const Mask) } {
         Some(given) if is_mask(given.mask as usize, given.size) => Some(given.mask),
         None if f == 0 => Some(core::ptr::null()),
         _ => None,
     };
-    // SAFETY: the program's sets.
+    // SAFETY: the sets are null or the program's, with `count` bits.
     let Some(mask) = mask.filter(|_| unsafe { sets.has_ours() }) else {
-        // SAFETY: the program's own call.
+        // SAFETY: the system call and its arguments are the program's own.
         return result(unsafe { kernel::call(libc::SYS_pselect6, [a, b, c, d, e, f]) });
     };
-    // SAFETY: likewise.
+    // SAFETY: the system call and its arguments are the program's own.
     let call = || unsafe {
         ready::pselect(
             system_call,
@@ -397,12 +399,12 @@ unsafe extern "C" fn pselect6(a: usize, b: usize, c: usize, d: usize, e: usize, 
             mask,
         )
     };
-    // SAFETY: the program's own time-out.
+    // SAFETY: `timeout` is null or the program's own.
     let call = || c_long::from(unsafe { leave_rest(timeout, call) });
     waits(a, call, || 0)
 }
 
-/// Defines a handler for a wait on an epoll set. The argument behind the mask is the size of the mask.
+/// Defines a handler for a wait on an epoll set. The last argument of the system call is the size of the mask.
 macro_rules! epoll_wait {
     ($name:ident, $number:ident, $timeout:ty) => {
         unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
@@ -410,13 +412,13 @@ macro_rules! epoll_wait {
                 $number(epoll: c_int, events: *mut epoll_event, n: c_int, time: $timeout, mask: *const sigset_t) -> c_int
                     = epoll, events, n, time, mask, MASK_SIZE
             );
-            // SAFETY: the program's own call.
+            // SAFETY: the system call and its arguments are the program's own.
             let plain = || result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) });
             if !is_mask(e, f) {
                 return plain();
             }
             let (epoll, events, n, mask) = (a as c_int, b as *mut epoll_event, c as c_int, e as *const sigset_t);
-            // SAFETY: likewise.
+            // SAFETY: the system call and its arguments are the program's own.
             let served = || unsafe { ready::$name(call, epoll, events, n, d as $timeout, mask) } as c_long;
             waits_on(a, served, plain)
         }
@@ -428,26 +430,26 @@ epoll_wait!(epoll_pwait2, SYS_epoll_pwait2, *const timespec);
 
 unsafe extern "C" fn exit_group(a: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
     unsafe extern "C" fn system_call(status: c_int) {
-        // SAFETY: the program's own call, which does not return.
+        // SAFETY: the system call is the program's own, and does not return.
         let _ = unsafe { kernel::call(libc::SYS_exit_group, [status as usize, 0, 0, 0, 0, 0]) };
     }
     if vfork::is_stranger() {
-        // SAFETY: likewise.
+        // SAFETY: the system call is the program's own, and does not return.
         unsafe { system_call(a as c_int) };
     }
-    // SAFETY: likewise.
+    // SAFETY: the system call is the program's own, and does not return.
     unsafe { process::exit_now(system_call, a as c_int) };
     0
 }
 
-/// Hides io_uring, or takes all connections to TCP once the program has a ring. liburing makes this call in line, which
-/// no hook sees.
+/// Serves io_uring_setup(2): hides io_uring, or takes all connections to TCP once the program has an io_uring. liburing
+/// makes this system call inline, where no hook sees it.
 unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let is_on = startup::is_on();
     if is_on && is_hidden(config().io_uring) {
         return errno::fail(libc::ENOSYS);
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the system call and its arguments are the program's own.
     let ring = result(unsafe { kernel::call(libc::SYS_io_uring_setup, [a, b, c, d, e, f]) });
     if ring >= 0 && is_on {
         pass::all_on_tcp(Reason::IoUring);
@@ -455,13 +457,14 @@ unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: u
     ring
 }
 
-/// Returns whether io_uring is hidden from the program. An event loop of libuv makes an io_uring to add descriptors to
-/// its epoll set, and works without one. The functions of libuv are exported, in Node too.
+/// Returns whether io_uring is hidden from the program. `Auto` hides it from programs with libuv, whose event loop uses
+/// an io_uring to add descriptors to its epoll set, and works without one. libuv's functions are exported, in Node too,
+/// so `dlsym` finds them.
 fn is_hidden(setting: IoUring) -> bool {
     match setting {
         IoUring::Hide => true,
         IoUring::Allow => false,
-        // SAFETY: a C string.
+        // SAFETY: the name is a C string.
         IoUring::Auto => !unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"uv_loop_init".as_ptr()) }.is_null(),
     }
 }

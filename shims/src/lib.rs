@@ -1,4 +1,4 @@
-//! POSIX socket semantics over the engine: what the hooks in `preload/` call.
+//! POSIX socket semantics over the streams of `core`: the functions that the hooks in `preload/` call.
 //!
 //! The folders are the layers. A folder imports from the folders below it (`tests/tests/imports.rs` checks that):
 //!
@@ -16,9 +16,9 @@
 //! sys              errno, libc's functions, time, socket options, test points
 //! ```
 //!
-//! A layer that has to call one above it gets a function, once. There are three: the start of the service thread
-//! (`objects::mailbox`), the making of an instance in a fork's child (`objects::library`), and the end of a
-//! connection (`notify::call::Told`).
+//! If a layer has to call code of a layer above, that layer gives it a function pointer, once. There are three such
+//! functions: for the start of the service thread (`objects::mailbox`), the making of an instance in a fork child
+//! (`objects::library`), and the end of a connection (`notify::call::Told`).
 
 #![warn(missing_docs, unreachable_pub)]
 

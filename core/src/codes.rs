@@ -1,7 +1,7 @@
-//! A macro for enums whose values have a number, in shared memory or on the wire, and a text. The enums themselves are
-//! elsewhere.
+//! The macro `codes`. It declares an enum each of whose values has a number, for shared memory or the wire, and a text.
 
-/// Declares an enum by the number and the text of each value. A number is never reused for another value.
+/// Declares an enum by the number and the text of each value. The number of a value that was removed is not given to
+/// another value.
 macro_rules! codes {
     (
         $(#[$about:meta])*
@@ -24,7 +24,7 @@ macro_rules! codes {
                 match self { $(Self::$name => $text,)+ }
             }
 
-            /// Returns the value with this number; `None` if this version does not know it.
+            /// Returns the value with this number; `None` if this version of the library has no such value.
             #[must_use]
             pub const fn from_code(code: $code) -> Option<Self> {
                 match code { $($number => Some(Self::$name),)+ _ => None }

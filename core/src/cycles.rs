@@ -1,10 +1,10 @@
-//! The processor's cycle counter: the same for all processes of a host, and read within some ns.
+//! The processor's cycle counter (TSC). All processes of a host read the same counter, and a read takes some ns.
 
-/// Returns the value of the processor's counter in ticks, one to five per ns. The processors of a host agree on the
-/// value to within the time that a cache line takes from one processor to another.
+/// Returns the counter in ticks; one ns has one to five ticks. The counters of a host's processors differ by no more
+/// than the time in which a cache line moves from one processor to another.
 #[inline]
 pub fn now() -> u64 {
-    // Miri has no such instruction. The code that Miri checks needs only a count that grows.
+    // Miri cannot execute this instruction. The code that Miri checks needs only a count that grows.
     #[cfg(miri)]
     {
         use std::sync::atomic::AtomicU64;

@@ -1,7 +1,7 @@
 //! Identities on the wire: instances, nonces, cookies, vQPNs and the 4-tuple of a TCP connection.
 //!
-//! The types are plain values with a fixed byte form. The protocol defines who may use which identity for what purpose
-//! (docs/protocol.md).
+//! Each type is a plain value with a fixed byte form. docs/protocol.md defines which process may use which identity,
+//! and for what purpose.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -18,8 +18,8 @@ pub const ID_BYTES: usize = 16;
 /// Fails only on a kernel without getrandom(2).
 fn random_bytes() -> Result<[u8; ID_BYTES], Errno> {
     let mut bytes = [0u8; ID_BYTES];
-    // Once the kernel's random pool is ready, getrandom(2) never cuts up to 256 bytes short. Before that a signal may
-    // interrupt the call, so it is repeated.
+    // Once the kernel's random pool is ready, one call of getrandom(2) returns all of up to 256 bytes. Before that a
+    // signal may interrupt the call, so the call is repeated.
     while retry_on_intr(|| getrandom(&mut bytes, GetRandomFlags::empty()))? < ID_BYTES {}
     Ok(bytes)
 }
@@ -33,7 +33,7 @@ macro_rules! ids {
         pub struct $Id([u8; ID_BYTES]);
 
         impl $Id {
-            /// Returns the value with these bytes, as read from shared memory or the wire.
+            /// Returns the id that consists of these bytes, which come from shared memory or the wire.
             pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
                 Self(bytes)
             }
@@ -64,7 +64,8 @@ ids! {
     /// The one-time secret that proves to the acceptor of a link that the connecting process has read the acceptor's
     /// HELLO.
     ///
-    /// Not `PartialEq`: [`Cookie::matches`] compares, and takes the same time wherever the first difference is.
+    /// The type is not `PartialEq`. Cookies are compared by [`Cookie::matches`], which takes the same time wherever the
+    /// first difference is.
     pub struct Cookie;
 }
 
@@ -74,13 +75,14 @@ impl InstanceId {
         random_bytes().map(Self)
     }
 
-    /// Returns the id as two words, for memory that is shared in words.
+    /// Returns the id as two words, the first eight bytes first. The page that forked processes share
+    /// (`rendezvous::peers`) stores an id in two atomic words.
     pub const fn to_words(&self) -> [u64; 2] {
         let bits = u128::from_le_bytes(self.0);
         [bits as u64, (bits >> 64) as u64]
     }
 
-    /// Returns the id from the words of [`Self::to_words`].
+    /// Returns the id from its two words, which [`Self::to_words`] has returned.
     pub const fn from_words([low, high]: [u64; 2]) -> Self {
         Self((low as u128 | (high as u128) << 64).to_le_bytes())
     }
@@ -129,7 +131,7 @@ impl Cookie {
         random_bytes().map(Self)
     }
 
-    /// Returns whether both cookies are the same, in constant time.
+    /// Compares both cookies in constant time. Returns true if they are the same.
     pub fn matches(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
     }
@@ -170,10 +172,11 @@ impl Tuple {
         }
     }
 
-    /// Returns the tuple with the cookie of a network namespace (SO_NETNS_COOKIE; 0 if the kernel has none) and the
-    /// index of the interface that its sockets are bound to (SO_BINDTOIFINDEX; 0 if they are not bound).
+    /// Returns this tuple with the connection's network namespace and interface. `namespace` is the cookie of the
+    /// namespace (SO_NETNS_COOKIE; 0 if the kernel has none). `device` is the index of the interface that the sockets
+    /// are bound to (SO_BINDTOIFINDEX; 0 if they are not bound).
     ///
-    /// The kernel itself binds sockets that have a link-local address, or belong to a VRF, to an interface.
+    /// The kernel itself binds a socket to an interface if the socket has a link-local address, or belongs to a VRF.
     pub const fn at(self, namespace: u64, device: u32) -> Self {
         Self {
             namespace,
@@ -209,13 +212,13 @@ impl fmt::Debug for Tuple {
     }
 }
 
-/// Returns the address as the other end would write it: see [`Tuple`].
+/// Returns the address in the form that both ends write: see [`Tuple`].
 pub fn normalise(addr: SocketAddr) -> SocketAddr {
     // `SocketAddr::new` leaves flow label and scope id at 0.
     SocketAddr::new(addr.ip().to_canonical(), addr.port())
 }
 
-/// Returns the address, an IPv4 address in its IPv4-mapped form.
+/// Returns the address as an IPv6 address. An IPv4 address gets its IPv4-mapped form.
 pub(crate) fn mapped(ip: IpAddr) -> Ipv6Addr {
     match ip {
         IpAddr::V4(ip) => ip.to_ipv6_mapped(),

@@ -1,10 +1,11 @@
 //! A small lock for library state: spins briefly, then sleeps on a futex.
 //!
-//! No thread may block while it holds the lock. Unlike `std::sync::Mutex` the lock has no poisoning, calls no libc
-//! function (so it enters no hook), can be reset in a fork child, and knows its owner. A signal handler that interrupts
-//! the lock's owner and asks for the same lock gets `None` instead of a deadlock. A thread that holds a lock has a
-//! section open. Until the section ends, `os::thread` defers the program's signal handlers in that thread, and a
-//! `longjmp` out of one.
+//! No thread may block while it holds the lock. Unlike `std::sync::Mutex`, the lock has no poisoning, and calls no libc
+//! function, which could be a hook of the library. A fork child can free it. The lock knows its owner: if a signal
+//! handler interrupts the owner and asks for the same lock, it gets `None` instead of a deadlock.
+//!
+//! A thread that holds a lock has a *section* open. Until the section ends, `os::thread` defers the program's signal
+//! handlers in that thread, and a `longjmp` out of a handler.
 
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;
@@ -17,17 +18,19 @@ use rustix::thread::futex;
 use crate::os::thread;
 
 const WAITERS: u32 = 1 << 31;
-/// The number of checks before a thread sleeps; critical sections are far shorter than a sleep.
+/// The number of times that a thread checks a taken lock before it sleeps. Critical sections are far shorter than a
+/// sleep, so most locks are free again earlier.
 const SPINS: u32 = 200;
 
-/// A lock that knows its owner; the module's description has its rules.
+/// A lock that knows its owner. The file's header has its rules.
 pub struct Lock<T> {
-    /// The owner's thread id, 0 when free. The top bit is set if a thread may sleep.
+    /// The owner's thread id; 0 if the lock is free. The top bit, `WAITERS`, is set if a thread may sleep on the word.
     word: AtomicU32,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is only accessed through a Guard, and one Guard exists at a time (word != 0).
+// SAFETY: the value is only accessed through a `Guard`, and at most one `Guard` exists at a time (word != 0). The
+// caller of `get_unlocked` promises that no other code uses the value.
 unsafe impl<T: Send> Sync for Lock<T> {}
 // SAFETY: moving the lock moves the value, which is Send.
 unsafe impl<T: Send> Send for Lock<T> {}
@@ -47,14 +50,14 @@ impl<T> Lock<T> {
         }
     }
 
-    /// Takes the lock. Returns `None` if this very thread holds it, so that the caller is a signal handler which has
-    /// interrupted the owner.
+    /// Takes the lock. Returns `None` if the calling thread holds the lock already: the caller is a signal handler that
+    /// has interrupted the owner.
     #[inline]
     pub fn lock(&self) -> Option<Guard<'_, T>> {
         let thread = thread::current();
         let me = thread.tid();
-        // The section begins before the lock is taken. Otherwise a jump between the two would leave the lock taken for
-        // ever.
+        // The section begins before the lock is taken. If it began afterwards, a jump out of a signal handler between
+        // the two steps would leave the lock taken for ever.
         thread.begin();
         if self.word.compare_exchange(0, me, Acquire, Relaxed).is_err() && self.lock_slow(me).is_none() {
             thread.end();
@@ -91,7 +94,8 @@ impl<T> Lock<T> {
                 return None;
             }
             if seen == 0 {
-                // Other threads may still sleep, so the bit is set. If none sleeps, that costs one needless wake-up.
+                // A thread that may have slept sets the bit, because `unlock` wakes only one thread and others may
+                // still sleep. If none sleeps, that costs one needless wake-up.
                 let mine = if spins > SPINS { me | WAITERS } else { me };
                 if self.word.compare_exchange(0, mine, Acquire, Relaxed).is_ok() {
                     return Some(());
@@ -111,22 +115,23 @@ impl<T> Lock<T> {
             {
                 continue;
             }
-            // The loop checks the word again after any return of the wait: woken, word changed, or interrupted.
+            // The wait ends when the thread is woken, when the word has changed, or by a signal. The loop checks the
+            // word again in each case.
             let _ = futex::wait(&self.word, futex::Flags::PRIVATE, seen | WAITERS, None);
         }
     }
 
-    /// Frees the lock in a fork child, where no other thread exists, regardless of its owner.
+    /// Frees the lock, whichever thread owns it. For a fork child, in which no other thread exists.
     ///
     /// # Safety
-    /// No other thread of this process may use the lock. A thread may have been in the middle of a change of the value.
-    /// So the caller must replace the value, or know that it was not being changed.
+    /// No other thread of this process may use the lock. The owner in the parent may have been in the middle of a
+    /// change of the value. So the caller must replace the value, or know that it was not being changed.
     pub unsafe fn reset(&self) {
         self.word.store(0, Release);
     }
 
-    /// Frees the lock in a fork child, as [`Self::reset`] does, with a new value. The old value is leaked: another
-    /// thread of the parent may have been changing it.
+    /// Frees the lock in a fork child, as [`Self::reset`] does, and replaces the value by its default. The old value is
+    /// leaked, because a thread of the parent may have been in the middle of a change of it.
     ///
     /// # Safety
     /// No other thread of this process may use the lock.
@@ -134,7 +139,7 @@ impl<T> Lock<T> {
     where
         T: Default,
     {
-        // SAFETY: by this function's contract. The old value is not used.
+        // SAFETY: by this function's contract. The old value is moved and forgotten, but not used.
         unsafe {
             std::mem::forget(std::mem::take(self.get_unlocked()));
             self.reset();
@@ -183,8 +188,8 @@ impl<T> Drop for Guard<'_, T> {
 }
 
 impl<T> Guard<'_, T> {
-    /// Frees the lock, but keeps the thread's section open. Within it the caller notifies others of what was done under
-    /// the lock.
+    /// Frees the lock, but keeps the thread's section open. In that section the caller notifies other threads of what
+    /// it did under the lock.
     #[inline]
     pub fn unlock(self) -> Section {
         let guard = std::mem::ManuallyDrop::new(self);
@@ -193,7 +198,7 @@ impl<T> Guard<'_, T> {
     }
 }
 
-/// The section of a [`Guard`] that was unlocked; ends when dropped.
+/// The section that [`Guard::unlock`] keeps open. It ends when the value is dropped.
 #[derive(Debug)]
 pub struct Section(());
 

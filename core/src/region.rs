@@ -1,16 +1,16 @@
-//! The place of a ring in an arena's data area. Fabrics use it, and messages carry it. `fabric::layout` has the rest of
-//! an arena.
+//! The place of a ring in an arena. An *arena* is the memory of one end of a link in which that end receives. Rings lie
+//! in its *data area*; `fabric::layout` has its other parts. Fabrics use the place, and messages carry it.
 #![forbid(unsafe_code)]
 
-/// log2 of a page in bytes: the unit in which the data area is divided into rings. Small under loom, where every byte
-/// is an object of the model.
+/// log2 of the bytes of a page. A ring begins at a page of the data area. The page is small under loom, where every
+/// byte is an object of the model.
 pub const PAGE_LOG2: u8 = if cfg!(loom) { 2 } else { 12 };
 /// log2 of the smallest ring in bytes: one page.
 pub const MIN_RING_LOG2: u8 = PAGE_LOG2;
 /// log2 of the largest ring in bytes: 64 MiB.
 pub const MAX_RING_LOG2: u8 = PAGE_LOG2 + 14;
 
-/// The place of one ring: a piece of a data area whose size is a power of two.
+/// The place of one ring in a data area. The ring's size is a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     page: u32,
@@ -18,8 +18,8 @@ pub struct Region {
 }
 
 impl Region {
-    /// Returns the region of `1 << log2` bytes that begins at page `page` of the data area. `None` when no ring may
-    /// have that size.
+    /// Returns the place of a ring of `1 << log2` bytes that begins at page `page` of the data area. `None` if no ring
+    /// may have that size.
     pub fn new(page: u32, log2: u8) -> Option<Self> {
         (MIN_RING_LOG2..=MAX_RING_LOG2)
             .contains(&log2)

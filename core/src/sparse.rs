@@ -1,5 +1,5 @@
-//! A long array with few used values: its chunks are allocated when they are first needed. Not for values that
-//! a signal handler may be the first to need, since making a chunk allocates memory.
+//! A long array of which few values are used. It consists of chunks, each of which gets memory when one of its values
+//! is first needed. `make` allocates that memory; `get` never allocates.
 
 use std::ptr::null_mut;
 use std::sync::atomic::AtomicPtr;
@@ -19,20 +19,20 @@ impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS,
     }
 
     /// Returns the value at `index`. `None` if `index` is out of range, or if the value's chunk was never
-    /// [made](Self::make); the value is its default then.
+    /// [made](Self::make). In the second case the value is still its default.
     #[inline]
     pub fn get(&self, index: usize) -> Option<&T> {
         let chunk = self.chunks.get(index / LEN)?.load(Acquire);
-        // SAFETY: null, or a box that lives as long as `self`.
+        // SAFETY: the pointer is null, or comes from a box that lives as long as `self`.
         unsafe { chunk.as_ref() }?.get(index % LEN)
     }
 
-    /// Returns the value at `index`, after making its chunk if needed; [`get`](Self::get) returns the value from then
-    /// on. `None` if `index` is out of range.
+    /// Returns the value at `index`. Makes the value's chunk first if it does not exist; from then on
+    /// [`get`](Self::get) returns the value too. `None` if `index` is out of range.
     pub fn make(&self, index: usize) -> Option<&T> {
         let chunk = self.chunks.get(index / LEN)?;
         if chunk.load(Acquire).is_null() {
-            // The chunk is built on the heap, since the stack may be a signal handler's and small.
+            // The chunk is built on the heap, because the stack may be a signal handler's and small.
             let values: Box<[T]> = std::iter::repeat_with(T::default).take(LEN).collect();
             let fresh = Box::into_raw(values.try_into().ok()?);
             if chunk.compare_exchange(null_mut(), fresh, AcqRel, Acquire).is_err() {
@@ -63,7 +63,7 @@ impl<T, const CHUNKS: usize, const LEN: usize> Drop for Sparse<T, CHUNKS, LEN> {
     fn drop(&mut self) {
         for chunk in &mut self.chunks {
             if !chunk.get_mut().is_null() {
-                // SAFETY: made by `make`, and `self` is not borrowed any more.
+                // SAFETY: the pointer comes from a box that `make` has made, and `&mut self` excludes other users.
                 drop(unsafe { Box::from_raw(*chunk.get_mut()) });
             }
         }

@@ -1,13 +1,13 @@
-//! Protocols by which two sides, threads or processes, that share words of memory never miss each other's changes. Also
-//! exports the atomics of shared memory: std's, or loom's under `--cfg loom`, so that the models check the code that
-//! ships. Locks are in `lock`, threads in `os::thread`.
+//! Protocols between two *sides*, threads or processes, that share words of memory. By each protocol neither side
+//! misses a change that the other side makes. The file also exports the atomics of shared memory: std's, or loom's
+//! under `--cfg loom`, so that the models check the code that ships. Locks are in `lock`, threads in `os::thread`.
 //!
 //! # First publish, then check
 //! Wherever two sides must not miss each other, each first stores a word and then loads the word that the other side
-//! stores (Dekker's protocol). A sleeper announces that it sleeps, then checks for work. A thread with work publishes
-//! it, then checks for a sleeper. A processor may execute the load before the store, and then neither side sees the
-//! other's store. A full fence between store and load on *both* sides forbids that. All such pairs use one of these
-//! items:
+//! stores (Dekker's protocol). For example, a sleeper announces that it sleeps, then checks for work. A thread with
+//! work publishes it, then checks for a sleeper. Without a fence, a processor may execute the load before the store,
+//! and then neither side sees the other's store. A full fence between store and load on *both* sides forbids that. All
+//! such pairs use one of these items:
 //!
 //! | | one side | the other |
 //! |---|---|---|
@@ -20,15 +20,15 @@
 //! | [`store_load_fence`] | stores, fences, loads | the same with the words exchanged; for words with other uses too |
 //!
 //! # The cost of each
-//! All but the last two announce by a `SeqCst` read-modify-write and check by a `SeqCst` load. The single total order
-//! of such operations forbids that both sides miss each other, and no further instruction is needed (x86-64: the locked
-//! instruction is the fence; aarch64: `stlxr` and `ldar`). The protocol's functions do not take an ordering as an
+//! The first five rows announce by a `SeqCst` read-modify-write and check by a `SeqCst` load. The single total order of
+//! such operations forbids that both sides miss each other, and no further instruction is needed (x86-64: the locked
+//! instruction is the fence; aarch64: `stlxr` and `ldar`). No function of these types takes an ordering for that as an
 //! argument, since only `SeqCst` would be correct.
 //!
 //! # How this is checked
 //! The loom models try every interleaving, and find missing releases and acquires. But loom treats a `SeqCst` access as
-//! `AcqRel`, and honours `SeqCst` fences only. So under loom there is a fence at each place where the protocol relies
-//! on the total order (`fence_after_rmw`). Miri follows the orderings themselves, and so checks that those accesses are
+//! `AcqRel`: only a `SeqCst` fence gives a total order there. So under loom each place where a protocol relies on the
+//! total order has a fence (`fence_after_rmw`). Miri follows the orderings of the accesses, so it checks that they are
 //! `SeqCst`. The tests in `tests` run in Miri too, often enough to fail if an ordering is weaker.
 
 #[cfg(not(loom))]
@@ -37,9 +37,9 @@ pub use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU6
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-/// The word of one of two sides that have a word each. A side publishes its own word, and then [reads](Self::look) the
-/// other side's word. So at least one of the two sides sees what the other has published. Writes before a publication
-/// are released to the side that reads it.
+/// A word that belongs to one side; the other side has such a word too. A side publishes a value in its own word, and
+/// then [reads](Self::look) the other side's word. So at least one of the two sides sees what the other has published.
+/// A side that reads a published value also sees the writes that came before its publication.
 ///
 /// In memory: the atomic alone, where 0 means that nothing is published.
 #[derive(Debug, Default)]
@@ -65,16 +65,16 @@ macro_rules! published {
                 before
             }
 
-            /// Publishes the value, but does not order that before a later `look` of this side, which may be executed
-            /// first. For a side that need not notify the other. A `look` that sees the value acquires the writes
-            /// before the publication.
+            /// Publishes the value without the fence, so the processor may execute a later `look` of this side first.
+            /// For a side that need not notify the other side. A `look` that sees the value acquires the writes before
+            /// the publication.
             #[inline(always)]
             pub fn publish_quietly(&self, value: $value) {
                 self.0.store(value, Ordering::Release);
             }
 
-            /// Returns what the other side has published, and acquires the writes before that publication. To be called
-            /// after this side has published its own word.
+            /// Returns what the other side has published, and acquires the writes before that publication. The caller
+            /// has published its own word before.
             #[inline(always)]
             pub fn look(&self) -> $value {
                 self.0.load(Ordering::SeqCst)
@@ -93,7 +93,7 @@ macro_rules! published {
                 self.0.swap(<$value>::default(), Ordering::SeqCst)
             }
 
-            /// Sets the value where no other thread uses the word.
+            /// Sets the value while no other thread uses the word.
             pub fn reset(&self, value: $value) {
                 self.0.store(value, Ordering::Relaxed);
             }
@@ -134,7 +134,7 @@ impl Published<AtomicU32> {
         Ok(())
     }
 
-    /// Adds one to a count, and so publishes it. The caller calls `look` on the other side's word next.
+    /// Adds one to the count in the word, and so publishes it. The caller calls `look` on the other side's word next.
     pub fn add_one(&self) {
         self.0.fetch_add(1, Ordering::SeqCst);
         fence_after_rmw();
@@ -168,9 +168,9 @@ impl<T> Published<AtomicPtr<T>> {
     }
 }
 
-/// A word by which a reader asks a publisher for a notification. The reader arms the word, then checks for news; the
-/// publisher publishes its news, then takes the word. So the reader finds the news, or the publisher finds the word
-/// armed. A publisher that takes a value other than 0 must notify the waiter that the value names.
+/// A wake-up word, by which a reader asks a publisher for a notification. The reader arms the word, then checks for
+/// news. The publisher publishes its news, then takes the word. So the reader finds the news, or the publisher finds
+/// the word armed. A publisher that takes a value other than 0 must notify the waiter that the value names.
 ///
 /// In memory: one word, where 0 names no waiter.
 #[derive(Debug, Default)]
@@ -190,7 +190,7 @@ impl Attention {
     /// only loads the word.
     #[inline]
     pub fn keep_armed(&self, bits: u32) {
-        // Bits that are still set were taken by no publisher. A publisher that publishes after this load takes them.
+        // A bit that is still set was not taken by a publisher. A publisher that publishes after this load takes it.
         if self.0.load(Ordering::SeqCst) & bits != bits {
             self.0.fetch_or(bits, Ordering::SeqCst);
         }
@@ -210,16 +210,16 @@ impl Attention {
         bits
     }
 
-    /// Returns the bits that this side has armed and no publisher has taken. A reader that arms the word before it
-    /// raises its [`SleepFlag`] calls this after raising the flag. A publisher that took the word in between has found
-    /// the flag down, so it rings no bell.
+    /// Returns the bits that this side has armed and no publisher has taken. For a reader that arms the word first and
+    /// raises its [`SleepFlag`] afterwards: it calls this with the flag up, and must not sleep if the bits are gone. A
+    /// publisher that took them in between has found the flag down, and rings no doorbell.
     #[inline]
     pub fn left(&self) -> u32 {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Withdraws the bits that this side has armed; writes to the cache line only if needed. A notification that a
-    /// publisher has begun already still arrives.
+    /// Withdraws the bits that this side has armed. Writes to the cache line only if some of them are set. If a
+    /// publisher has taken the word before, its notification still arrives.
     pub fn disarm(&self, bits: u32) {
         if self.0.load(Ordering::Relaxed) & bits != 0 {
             self.0.fetch_and(!bits, Ordering::SeqCst);
@@ -232,35 +232,35 @@ impl Attention {
     }
 }
 
-/// The bits of a `SleepFlag` that count sleeping threads. The other bits are the epoch.
+/// The bits of a `SleepFlag` that count sleeping threads. The bits above count the calls of `begin`: the epoch.
 const SLEEPERS: u64 = 0xffff;
 const EPOCH: u64 = SLEEPERS + 1;
 
 /// Shows whether a thread of a waiter sleeps, or is about to. Only the waiter's process writes to the flag; peers may
-/// map it read-only. If all bits are 0, no thread sleeps. `fabric::waiter` and `os::doorbell` do the sleeping and
-/// waking.
+/// map it read-only. In zeroed memory the flag says that no thread sleeps. `fabric::waiter` and `os::doorbell` do the
+/// sleeping and waking.
 ///
-/// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they never repeat: 48 bits
-/// of epoch do not wrap, and between two `begin`s the number only falls. So a peer can detect that it has rung for the
-/// flag's present value already.
+/// The flag holds the number of sleeping threads and an *epoch*, a count of the calls of `begin`. Together they never
+/// repeat: the 48 bits of the epoch do not wrap, and between two `begin`s the number only falls. So a peer can detect
+/// that it has rung the doorbell for the flag's present value already.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct SleepFlag(AtomicU64);
 
-/// The value of a waiter's `SleepFlag` for which one process last rang the waiter. Private to the ringing process.
+/// The value that a waiter's `SleepFlag` had when one process last rang the waiter's doorbell. Private to that process.
 #[derive(Debug, Default)]
 pub struct RungMark(AtomicU64);
 
 impl SleepFlag {
     /// Announces that this thread is about to sleep. The thread then checks every reason not to sleep once more, and
-    /// sleeps if there is none. After that it calls [`end`](Self::end), and sweeps its ready queues.
+    /// sleeps if there is none. After that it calls [`end`](Self::end), and goes through its ready queues.
     pub fn begin(&self) {
         self.0.fetch_add(EPOCH + 1, Ordering::SeqCst);
         fence_after_rmw();
     }
 
-    /// Announces that this thread is awake. If the thread leaves entries in the ready queues while others sleep as the
-    /// same waiter, it must ring the doorbell for them.
+    /// Announces that this thread is awake. It must ring the doorbell if it leaves entries in its ready queues while
+    /// other threads sleep as the same waiter.
     pub fn end(&self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
@@ -270,9 +270,9 @@ impl SleepFlag {
         self.0.load(Ordering::SeqCst) & SLEEPERS != 0
     }
 
-    /// Returns `true` if the doorbell must be rung now, after a [publication](Published). Returns `true` at most once
-    /// for each process and value of the flag. A ring for this value makes a sleeper call `end`, which changes the
-    /// value, and sweep.
+    /// Returns `true` if the doorbell must be rung, after a [publication](Published). Returns `true` at most once for
+    /// each process and value of the flag. One ring for a value suffices, because the sleeper that it wakes changes the
+    /// value by `end`, and goes through its ready queues.
     pub fn must_ring(&self, mark: &RungMark) -> bool {
         let now = self.0.load(Ordering::SeqCst);
         now & SLEEPERS != 0 && mark.0.load(Ordering::Relaxed) != now && mark.0.swap(now, Ordering::Relaxed) != now
@@ -280,17 +280,19 @@ impl SleepFlag {
 }
 
 impl RungMark {
-    /// Forgets the last ring. For a mark that is used for another peer's waiter next.
+    /// Forgets the last ring. Called before the mark is used for another peer's waiter.
     pub fn reset(&self) {
         self.0.store(0, Ordering::Relaxed);
     }
 }
 
-/// Counts the threads inside a region. A thread that enters counts itself, then checks whether it may stay, and leaves
-/// at once if not. A thread that needs the region empty publishes that it is closed, then checks the count. So the
-/// closing thread sees each thread that stays. The last thread to leave checks whether a thread waits for the region to
-/// be empty. A thread that waits has [published](Published) that before it checked the count. So one of the two finds
-/// the region empty.
+/// Counts the threads inside a region of code. A thread that enters counts itself, then checks whether it may stay, and
+/// leaves at once if not. A thread that needs the region empty publishes that the region is closed, then checks the
+/// count. So the closing thread sees each thread that stays.
+///
+/// A thread that waits for the region to be empty [publishes](Published) that it waits, then checks the count. The last
+/// thread to leave checks whether a thread waits. So the waiting thread finds the region empty, or the last thread
+/// finds the waiting thread.
 #[derive(Debug, Default)]
 pub struct Presence(AtomicU32);
 
@@ -303,8 +305,8 @@ impl Presence {
     }
 
     /// Counts the calling thread out; returns `true` if it was the last. The last thread then checks whether another
-    /// thread waits for the region to be empty. Releases the accesses inside to a thread that sees the region
-    /// [empty](Self::is_empty).
+    /// thread waits for the region to be empty. A thread that sees the region [empty](Self::is_empty) also sees the
+    /// writes that were made inside.
     #[inline(always)]
     pub fn leave(&self) -> bool {
         let is_last = self.0.fetch_sub(1, Ordering::SeqCst) == 1;
@@ -312,8 +314,7 @@ impl Presence {
         is_last
     }
 
-    /// Returns whether the region is empty. To be called after the closing was published, or by the last thread that
-    /// left.
+    /// Returns whether the region is empty. Called after the closing was published, or by the last thread that left.
     #[inline(always)]
     pub fn is_empty(&self) -> bool {
         self.count() == 0
@@ -325,7 +326,7 @@ impl Presence {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Empties the region in a fork child, which has none of the other threads.
+    /// Sets the count to 0 in a fork child, in which the other threads do not exist.
     pub fn reset(&self) {
         self.0.store(0, Ordering::Relaxed);
     }
@@ -365,15 +366,15 @@ impl Request {
 }
 
 /// Work to be done under a lock that callers only try to take. A thread with work adds it, and then tries the lock. The
-/// holder of the lock takes the work, does it, releases the lock, and then [checks](Self::is_empty) again. So one of
-/// the two does the work, and neither waits. This holds even if the caller is a signal handler that has interrupted the
-/// lock's holder.
+/// holder of the lock takes the work, does it, releases the lock, and then [checks](Self::is_empty) again. So the
+/// thread or the holder does the work, and neither waits. This holds even if the thread is a signal handler that has
+/// interrupted the lock's holder.
 #[derive(Debug, Default)]
 pub struct Handoff(AtomicU32);
 
 impl Handoff {
-    /// Adds these bits to the work. While [work is left](Self::is_empty), the caller then tries the lock and
-    /// [takes](Self::take) the work. It may stop when another thread holds the lock.
+    /// Adds these bits to the work. The caller then tries the lock and [takes](Self::take) the work, as long as work
+    /// [is left](Self::is_empty). It may stop when another thread holds the lock.
     pub fn add(&self, bits: u32) {
         self.0.fetch_or(bits, Ordering::SeqCst);
     }
@@ -381,8 +382,8 @@ impl Handoff {
     /// Returns whether there is no work. To be called after adding work and before trying the lock, and again after
     /// releasing the lock.
     pub fn is_empty(&self) -> bool {
-        // The lock's own operations are not `SeqCst`. The fence stands between the addition of work and the attempt to
-        // lock, and between the lock's release and the load below.
+        // The lock's own operations are not `SeqCst`. The fence orders the addition of work before the attempt to lock,
+        // and the release of the lock before the load that follows.
         store_load_fence();
         self.0.load(Ordering::SeqCst) == 0
     }
@@ -393,9 +394,9 @@ impl Handoff {
     }
 }
 
-/// Orders this side's earlier stores before its later loads. The other side does the same with the words exchanged. For
-/// words that have other uses too, and whose own orderings do not suffice. It is a full fence, so it is too slow for
-/// the path of each message.
+/// Orders this side's earlier stores before its later loads. The other side does the same: it stores the word that this
+/// side loads, and loads the word that this side stores. For words that have other uses too, whose own orderings do not
+/// suffice. This is a full fence, which is too slow for the path of each message.
 #[inline]
 pub fn store_load_fence() {
     fence(Ordering::SeqCst);

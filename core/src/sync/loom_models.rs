@@ -1,5 +1,6 @@
-//! Loom models of each protocol of `sync`, by which two sides do not miss each other. A thread whose wake-up is lost
-//! sleeps on, which loom reports as a deadlock. A missing release or acquire shows as an unordered access to a cell.
+//! Loom models of the protocols of `sync`, one for each protocol. A model has two sides, threads that must not miss
+//! each other. A thread whose wake-up is lost sleeps for ever, which loom reports as a deadlock. A missing release or
+//! acquire shows as two accesses to a cell without an order, which loom reports too.
 
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Condvar, Mutex};
@@ -27,10 +28,10 @@ impl Doorbell {
     }
 }
 
-/// A value that a thread writes before a publication, and that a thread reads after it has seen the publication.
+/// A value that one thread writes before its publication, and another thread reads after it has seen the publication.
 struct Cell(UnsafeCell<u32>);
 
-// SAFETY: loom detects two accesses that are not ordered, and fails.
+// SAFETY: the model fails if two accesses are not ordered, because loom detects them.
 unsafe impl Sync for Cell {}
 
 impl Cell {
@@ -56,8 +57,8 @@ pub(crate) fn check(model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// Runs `sides` on the same `words`, each side in a thread of its own, but the first in the calling thread. Returns the
-/// words and the results of the sides.
+/// Runs all `sides` on the same `words`: the first in the calling thread, each other one in a thread of its own.
+/// Returns the words and the results of the sides.
 fn race<W: Send + Sync + 'static, R: Send + 'static, const N: usize>(words: W, sides: [fn(&W) -> R; N]) -> (W, Vec<R>) {
     let words = Arc::new(words);
     let threads: Vec<_> = sides
@@ -76,7 +77,8 @@ fn race<W: Send + Sync + 'static, R: Send + 'static, const N: usize>(words: W, s
     (words, all)
 }
 
-/// Two sides each write their cell, publish their word by `way`, and read the other side's cell if they see its word.
+/// Models two sides. Each writes its cell and publishes its word by the function `way`. If it sees the other side's
+/// word, it reads the other side's cell.
 fn two_who_publish(way: fn(&Published<AtomicU32>)) {
     struct Side(Published<AtomicU32>, Cell);
     fn run(way: fn(&Published<AtomicU32>), mine: &Side, theirs: &Side) -> bool {
@@ -104,7 +106,7 @@ fn loom_of_two_who_publish_one_sees_the_other() {
     two_who_publish(|word| assert_eq!(word.claim(1), Ok(())));
 }
 
-/// A quiet publication releases the writes before it to a thread that sees it.
+/// A thread that sees a quiet publication also sees the writes before the publication.
 #[test]
 fn loom_what_is_published_quietly_is_released() {
     check(|| {
@@ -140,7 +142,7 @@ fn loom_who_takes_acquires_from_all_who_have_published() {
     });
 }
 
-/// A sleeper that arms an attention word by `arm`, and two publishers.
+/// Models a sleeper that arms a wake-up word by the function `arm`, and two publishers.
 fn attention(arm: fn(&Attention)) {
     struct Words {
         attention: Attention,
@@ -183,7 +185,8 @@ fn loom_who_asks_to_be_told_finds_it_or_is_told() {
     attention(|word| word.keep_armed(1));
 }
 
-/// A sleeper with a flag, and two publishers: one uses a `RungMark`, the other does not.
+/// A sleeper raises its flag before it sleeps. Two publishers check the flag: one by `must_ring`, with a `RungMark`,
+/// the other by `is_sleeping`.
 #[test]
 fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     struct Words {
@@ -229,7 +232,8 @@ fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     });
 }
 
-/// A sleeper that arms the word, and raises its flag only after that. A third thread takes the first news in between.
+/// A sleeper arms its wake-up word, and raises its sleep flag only after that. A peer publishes FIRST and then SECOND.
+/// A third thread may take FIRST out of `news` before the sleeper looks. The sleeper must still get SECOND.
 #[test]
 fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came() {
     const FIRST: u64 = 1;
@@ -272,9 +276,9 @@ fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came(
     });
 }
 
-/// Calls in the kernel while another thread changes the direction's mode. The thread that changes the mode, or the last
-/// call that leaves, does the work that follows the change. That work never runs beside a call that has found the old
-/// mode.
+/// Two calls enter a region, and write their cell if they find the old mode, 0. A third thread changes the mode. Work
+/// that follows the change is done by that thread, or by the last call that leaves. The cells show that the work never
+/// runs beside a call that has found the old mode.
 #[test]
 fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
     struct Words {
@@ -292,8 +296,7 @@ fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
             go_on(words);
         }
     }
-    /// Does the work if no call is inside: such a call may have entered and found the old mode, before the mode was
-    /// changed.
+    /// Does the work if no call is inside. A call that is still inside may have found the old mode.
     fn go_on(words: &Words) {
         let mut done = words.done.lock().unwrap();
         if words.inside.is_empty() {
@@ -317,7 +320,8 @@ fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
     });
 }
 
-/// Two threads that each publish news and then make a request, and a server.
+/// Two threads each publish their news and then make a request. A server sleeps until the bell rings, and must find the
+/// news of both threads.
 #[test]
 fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     struct Words {
@@ -353,8 +357,8 @@ fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     });
 }
 
-/// Loads before it compares, because the load may find an older value, as a comparison that fails may do on a
-/// processor. In loom a comparison always finds the newest value.
+/// Tries to take the lock: first by a load, then by a compare-exchange. On a processor a compare-exchange that fails
+/// may have read an older value. In loom it always reads the newest value, but a load may read an older one.
 fn try_lock(lock: &AtomicU32) -> bool {
     lock.load(Ordering::Relaxed) == 0
         && lock
@@ -362,7 +366,8 @@ fn try_lock(lock: &AtomicU32) -> bool {
             .is_ok()
 }
 
-/// Two threads that leave work to the holder of a lock, which they only try to take.
+/// Two threads each add work, and only try to take the lock. A thread that finds the lock taken leaves its work to the
+/// holder.
 #[test]
 fn loom_what_is_left_to_the_holder_of_a_lock_is_done() {
     struct Words {

@@ -1,12 +1,13 @@
-//! Two sides run against each other, and at least one of them must see the other. On x86-64, a test fails rarely if an
-//! ordering is too weak. Miri lets a load return an older value wherever the orderings allow that.
+//! Each test runs the two sides of a protocol against each other. At least one side must see what the other side has
+//! published. On x86-64, a test with too weak an ordering fails rarely. In Miri such a test fails soon, because there a
+//! load may return an older value wherever the orderings allow that.
 
 use std::sync::Barrier;
 
 use crate::sync::*;
 
-/// Runs `one` and `other` against each other 500 times (40 in Miri), on fresh words from `make`. Each returns whether
-/// it has seen the other.
+/// Runs the sides `one` and `other` against each other 500 times (40 in Miri), each time on fresh words from `make`. A
+/// side returns true if it has seen what the other side has published.
 fn never_miss<W: Sync>(make: impl Fn() -> W, one: impl Fn(&W) -> bool + Sync, other: impl Fn(&W) -> bool + Sync) {
     for _ in 0..if cfg!(miri) { 40 } else { 500 } {
         let (words, start) = (make(), Barrier::new(2));
@@ -158,8 +159,9 @@ fn what_is_left_to_the_holder_of_a_lock_is_seen_by_it_or_done() {
         || (Handoff::default(), AtomicU32::new(1)),
         |(handoff, lock)| {
             handoff.add(1);
-            // If the lock is free, this side would take it and do the work. A load stands for the attempt, since in
-            // Miri a comparison finds the newest value.
+            // If this side finds the lock free, it would take the lock and do the work. A relaxed load stands for that
+            // compare-exchange. In Miri a compare-exchange always reads the newest value, so it would not show that the
+            // fence is missing.
             handoff.is_empty() || lock.load(Ordering::Relaxed) == 0
         },
         |(handoff, lock)| {

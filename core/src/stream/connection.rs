@@ -1,7 +1,13 @@
-//! An end of a TCP connection: the state of its two directions, and the code that carries out a promotion, the stay on
-//! a link and the way back. The library uses this object on the kernel's socket and real links, and the simulation of
-//! the tests on simulated ones. All calls to the socket, the link and the process go through [`SocketIo`]. No code here
-//! blocks, reads a clock or makes a system call.
+//! One end of a TCP connection: the state of its two directions, and the code that carries out a promotion, the stay on
+//! a link and the way back. The library uses this object with the kernel's socket and real links, and the simulation of
+//! the tests with simulated ones. All calls to the socket, the link and the process go through [`SocketIo`]. No code
+//! here blocks, reads a clock or makes a system call.
+//!
+//! These words stand in all files of this folder. A *marker* is a message of the library between the bytes of TCP. The
+//! receiving direction is *scanned* while markers may come. The *carry* has bytes that the library has taken from TCP
+//! and the program has not read. A *stay* is a stream's time on a link between hosts. A *holder* is a process with a
+//! descriptor of the socket; the connection is *handed over* to a holder that reads and writes the kernel's socket
+//! alone.
 //!
 //! The state machines of [`crate::stream::handshake`] and [`crate::stream::resume`] decide on the steps.
 //! [`crate::stream::mode`] decides which medium a direction may run on. This file has the state that the steps change,
@@ -13,7 +19,7 @@
 //! | `directions` | the operations on either direction |
 //! | `stay` | carries out the way back: from a link between hosts, and where the program or its peer asks for it |
 //! | `attempt` | carries out the handshake's steps |
-//! | `scan` | scans what TCP delivers for markers, hands them over, and holds bytes back from the program |
+//! | `scan` | scans the bytes that TCP delivers for markers, and handles the markers |
 //! | `close` | shutdown() and close(), and the hand-over of the connection to another holder |
 //! | `messages` | messages of the peer on the link about the stream |
 //!
@@ -84,26 +90,26 @@ pub struct Tx<O> {
     /// but the peer has not read them there, so they are sent again.
     pub again: usize,
     /// The last two runs of marker bytes that TCP has taken, as ranges of positions in TCP's stream. The peer may not
-    /// have acknowledged them yet.
+    /// have acknowledged them yet. They do not count as bytes of the program.
     pub ours: [Range<u64>; 2],
-    /// How the direction goes on once TCP has taken the marker.
+    /// How the direction goes on once TCP has taken all of [`marker`](Self::marker).
     pub then: Then,
     /// How far the program has ended the direction.
     pub end: End,
     /// The peer has not been notified of the last bytes in the ring, because more bytes will follow soon.
     pub wake_delayed: bool,
-    /// The socket's own state that the same lock protects.
+    /// The state of the socket object [`SocketIo`] that the same lock protects.
     pub own: O,
 }
 
-/// How the sending direction goes on once TCP has taken the marker.
+/// How the sending direction goes on once TCP has taken all of [`Tx::marker`].
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum Then {
-    /// On TCP.
+    /// Over TCP.
     #[default]
     Tcp,
-    /// On the link. The marker is SWITCH. Or the direction was on the link before the program shut both directions, and
-    /// waits until no marker may come.
+    /// Over the link, because the marker is SWITCH. Or the program has shut both directions while this one was on the
+    /// link: it goes back to the link for its end mark, once no marker may come.
     Link,
     /// The direction is about to leave a link between hosts, and sends nothing. RESUME is not written yet.
     Leave,
@@ -112,13 +118,13 @@ pub enum Then {
 }
 
 impl Then {
-    /// Returns whether the direction sends nothing after the marker until it has left the link.
+    /// Returns whether sends wait, behind the marker, until the direction has left the link.
     pub fn waits(self) -> bool {
         matches!(self, Self::Leave | Self::Resume)
     }
 
-    /// Changes the plan so that the direction does not go on on the link. Returns whether it would have gone on there,
-    /// or was to leave a link between hosts.
+    /// Drops the plan to go on over the link: `Link` becomes `Tcp`, and `Leave` becomes `Resume`. Returns true in these
+    /// two cases, and false if there was no such plan.
     pub fn take_link(&mut self) -> bool {
         let was_on_link = matches!(self, Self::Link | Self::Leave);
         if was_on_link {
@@ -178,8 +184,8 @@ pub struct Rx<O> {
     pub consumer: Option<Consumer>,
     /// The nonce that markers to this end start with. `None` if the direction is not scanned for markers.
     pub scan: Option<Nonce>,
-    /// Bytes that were taken from TCP and that the program does not have yet. They may be the beginning of a marker, or
-    /// were read ahead. Or a call that was inside the kernel while the direction left TCP has taken them.
+    /// Bytes that were taken from TCP and that the program has not read: the possible beginning of a marker, bytes that
+    /// were read ahead, or bytes that a call inside the kernel has received while the direction moved to the link.
     pub carry: Carry,
     /// The program has shut the direction down. The kernel's shutdown() follows once no marker may come any more.
     pub then_shut: bool,
@@ -190,11 +196,11 @@ pub struct Rx<O> {
     pub scanned: usize,
     /// How the direction goes on behind the last byte in the ring.
     pub behind: Behind,
-    /// A receive fails with ECONNRESET once the program has read the ring.
+    /// If true, a receive fails with ECONNRESET once the program has read all bytes of the ring.
     pub is_lost: bool,
     /// The number of bytes that the peer's RESUME has announced and that the program has not read from TCP yet.
     pub owed: u64,
-    /// The socket's own state that the same lock protects.
+    /// The state of the socket object [`SocketIo`] that the same lock protects.
     pub own: O,
 }
 
@@ -205,7 +211,7 @@ pub enum Behind {
     /// ring.
     #[default]
     Mark,
-    /// On the link between hosts, which may bring more bytes.
+    /// More bytes may come on the link, which is one between hosts.
     Link,
     /// In TCP, because the link between hosts brings no more bytes.
     Tcp,
@@ -246,7 +252,7 @@ impl<O> Rx<O> {
 
 /// The promotion of a connection: the attempt under way, and this end's stream on the link.
 pub struct Control<L, O> {
-    /// The attempt under way.
+    /// The state machine of the attempt under way; `None` if there is none.
     pub handshake: Option<Handshake>,
     /// Acceptor: the instance whose ASK began the attempt.
     pub asked_by: Option<InstanceId>,
@@ -262,11 +268,12 @@ pub struct Control<L, O> {
     /// Acceptor: the number of the peer's stream and its first ring. Present from the peer's OPEN until this end opens
     /// its own stream.
     pub offered: Option<(Vqpn, Region)>,
-    /// Why the connection goes back to TCP. If a handshake is under way, it does so when the handshake has ended.
+    /// Why the connection goes back to TCP; `None` if it does not. During a handshake the way back begins when the
+    /// handshake has ended.
     pub leave: Option<Reason>,
     /// The stay on a link between hosts. Present until this end gives its stream back.
     pub stay: Option<Stay>,
-    /// The socket's own state that the same lock protects.
+    /// The state of the socket object [`SocketIo`] that the same lock protects.
     pub own: O,
 }
 
@@ -314,7 +321,7 @@ pub struct Opened<L> {
 /// The peer's stream at the other end of this end's stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Theirs {
-    /// There is none: this end has not sent OPEN, or an end has refused.
+    /// There is none: this end has not sent OPEN, or one of the ends has refused.
     None,
     /// This end has sent OPEN, and the peer has not answered yet.
     Awaited,
@@ -393,8 +400,9 @@ impl<L, T, R, C> Connection<L, T, R, C> {
     }
 }
 
-/// Takes the socket back to TCP: the sending direction now, the receiving direction when the peer has done what this
-/// end requests. No handshake is under way. The caller holds the control lock.
+/// Takes the socket back to TCP. Within a host the sending direction goes back now, and the receiving direction when
+/// the peer has answered the request that this sends. Between hosts both directions go back by an exchange of RESUME.
+/// No handshake is under way. The caller holds the control lock.
 pub fn leave_link<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     socket.set_why(reason.into());
     if stay::is_staying(control) {

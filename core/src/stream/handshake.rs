@@ -71,12 +71,12 @@ pub enum Step {
     WriteHello,
     /// Get the link to this instance: an existing one, or else a new one.
     NeedLink(InstanceId),
-    /// Send OPEN on the link, with a ring to receive into. If that fails, the caller drops the steps after this one,
-    /// calls [`Handshake::on_open_failed`], and carries out the steps that it returns.
+    /// Send OPEN (the acceptor: OPEN-ACK) on the link, with a ring to receive into. If that fails, the caller drops the
+    /// steps after this one, calls [`Handshake::on_open_failed`], and carries out the steps that it returns.
     SendOpen,
     /// Write this end's closing marker in TCP.
     Write(Closing),
-    /// Stop scanning, and receive on the link: the peer's next byte is there. This is one step. Between two steps a
+    /// Stop scanning, and receive on the link, where the peer's next byte is. Both are one step: between two steps a
     /// reader would wait for that byte in TCP.
     ReceiveOnLink,
     /// Write the mark DEMOTE on the link, behind the bytes that this end has sent there, even if TCP has not taken
@@ -92,7 +92,7 @@ pub enum Step {
     Abandoned,
 }
 
-/// The input, which the error names, cannot come from an honest peer in this phase.
+/// Error: an honest peer cannot send this input, which the text names, in this phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the peer sent {0} out of turn")]
 pub struct Misplaced(pub &'static str);
@@ -230,7 +230,8 @@ impl Handshake {
     }
 
     /// Gives the attempt up: this end cannot or will not go on (no link, no memory, time-out). If this end has only
-    /// sent ASK, the attempt just ends. If it has written or read HELLO, it writes ABORT. Has no effect otherwise.
+    /// sent ASK, the attempt just ends. If it has written or read HELLO, and has not written a closing marker, it
+    /// writes ABORT. Has no effect otherwise.
     pub fn give_up(&mut self) -> Steps {
         if self.phase == Phase::Asked {
             return vec![Step::Abandoned];

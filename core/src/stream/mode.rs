@@ -1,9 +1,9 @@
 //! The medium that each direction of a connection runs on (its mode), and the one table of the moves between modes. The
-//! code that moves a direction names the event, and this table decides the next mode. The work that follows a move is
-//! elsewhere.
+//! code that moves a direction names the event, and this table decides the next mode. That code also does the work that
+//! follows the move.
 //!
 //! A mode summarises the state that the direction's lock protects, so that a call on plain TCP needs one load and no
-//! lock. It is changed under that lock, except in a fork child, where no other thread uses the connection.
+//! lock. The mode is changed under that lock, except in a fork child, where no other thread uses the connection.
 //!
 //! | from | event | to |
 //! |---|---|---|
@@ -28,7 +28,8 @@ use crate::sync::{AtomicU8, Ordering, Published};
 pub enum Mode {
     /// The direction runs on TCP, and each call is left to the kernel.
     Tcp = 0,
-    /// The direction runs on TCP, with markers. A send first writes pending markers, and a receive scans for markers.
+    /// The direction runs on TCP, and markers may stand between its bytes. A send first writes pending markers, and a
+    /// receive scans for markers.
     Marked = 1,
     /// The direction runs on the link.
     Link = 2,
@@ -53,7 +54,7 @@ impl Mode {
 /// The event that moves a direction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Move {
-    /// Sending: a marker is to be written to TCP, or bytes are to be sent again there. They precede all later bytes.
+    /// Sending: a marker is to be written to TCP, or bytes are to be sent again on TCP. Both precede all later bytes.
     Announced,
     /// Receiving: TCP may bring markers from now on.
     Expected,
@@ -112,8 +113,8 @@ impl ModeCell {
         Mode::of(self.0.load(order))
     }
 
-    /// Returns the mode, for a thread that a [`Presence`](crate::sync::Presence) counts: the thread is about to make
-    /// the kernel's call, is in it, or has just made it.
+    /// Returns the mode to a thread that has entered the direction's [`Presence`](crate::sync::Presence) for a call in
+    /// the kernel. The thread asks before that call, and again after it.
     #[inline]
     pub fn look(&self) -> Mode {
         Mode::of(self.0.look())

@@ -28,9 +28,9 @@ impl Threshold {
         bytes: Some(0),
     };
 
-    /// Returns a slightly lower threshold, for the accepting end: it reaches that threshold shortly before the
-    /// connecting end reaches this one. By then the accepting end has to have recorded which process holds the
-    /// connection.
+    /// Returns a slightly lower threshold, for the accepting end. So that end reaches its threshold shortly before the
+    /// connecting end reaches `self`. The connecting end then asks which process holds the connection, and the
+    /// accepting end must have recorded that by then.
     pub fn just_before(&self) -> Self {
         Self {
             requests: self.requests.map(|n| n.saturating_sub(1).max(1)),
@@ -71,7 +71,7 @@ impl Progress {
         self.requests.load(Relaxed)
     }
 
-    /// Raises the counts, so that the next call reaches any threshold.
+    /// Raises the counts so far that the next call reaches any threshold.
     pub fn hurry(&self) {
         // Half of the range, so that later calls do not overflow the counters.
         self.bytes.store(u64::MAX / 2, Relaxed);

@@ -4,8 +4,8 @@
 //! the first byte that its *reader* has not received. Only the reader knows that position. The sender still holds the
 //! bytes from there on, in its mirror of the reader's ring. So each end writes one marker in TCP, RESUME { received,
 //! sent }. The sender then sends from the position `received` of the peer's RESUME. `sent` is the position up to which
-//! the writer gave its own direction to the link. If TCP ends before it has brought all bytes up to `sent`, the peer's
-//! process has died before it could send them again.
+//! the end that writes RESUME has given its own direction to the link. If TCP ends before it has brought all bytes up
+//! to `sent`, the peer's process has died before it could send them again.
 //!
 //! This is the only way back. A stream that leaves a working link (for a use that the link does not serve, for
 //! shutdown() or a fork) exchanges the same markers. So a failure of the link in the middle of the exchange is no
@@ -39,11 +39,12 @@
 //!
 //! A program may read nothing until it has sent all its data, so the data in front of these markers may stay unread. If
 //! an end cannot continue to send before it has a marker, it searches the unread data for the marker
-//! ([`Resume::looks_ahead`], [`Resume::on_ahead`]). A marker that is found counts for the end's sending direction at
-//! once. It counts for its receiving direction when the program has read up to it.
+//! ([`Resume::looks_ahead`], [`Resume::on_ahead`]). A marker that is found in this way counts for the end's sending
+//! direction at once. It counts for its receiving direction when the program has read up to it. An attempt in which
+//! this end has not written SWITCH or ABORT is *not closed*.
 //!
-//! Only close() may do without RESUME: the sender puts the mark FIN behind its last byte on the link. The peer's engine
-//! confirms when all bytes and the mark are in the ring. Then the sender ends TCP without RESUME. Until the
+//! Only close() may do without RESUME: the sender puts the mark FIN behind its last byte on the link. The peer's
+//! library confirms when all bytes and the mark are in the ring. Then the sender ends TCP without RESUME. Until the
 //! confirmation the sender can still write RESUME instead. So if the link fails at the reader after the mark has come,
 //! the reader writes RESUME once it has read SWITCH. If the sender has closed its socket by then, its kernel answers
 //! RESUME by a reset, which loses nothing: a reader that has the mark has every byte.
@@ -70,8 +71,8 @@ pub enum Step {
     /// get the kernel's results.
     SendNothing,
     /// Stop scanning TCP. If the peer's direction was on the link, the program reads the ring up to the position where
-    /// this end has stopped to receive. The next byte of the direction, or its end, is in TCP. If TCP ends before it
-    /// has brought all bytes up to the position given here, the program gets ECONNRESET, as for [`Step::Lost`].
+    /// this end has stopped receiving. The next byte of the direction, or its end, is in TCP. If TCP ends before it has
+    /// brought all bytes up to the position given here, the program gets ECONNRESET, as for [`Step::Lost`].
     ReadOn(u64),
     /// The peer's process has died, and bytes may be missing. The program reads the bytes in the ring, then gets
     /// ECONNRESET.
@@ -123,8 +124,8 @@ pub struct Resume {
     got: Option<Closing>,
     /// RESUME is to be written as soon as the protocol allows it.
     due: bool,
-    /// RESUME is to be written once the peer's SWITCH has been seen. The link has failed here after all bytes of the
-    /// peer's direction and its end mark had come.
+    /// The link has failed at this end after all bytes of the peer's direction and its end mark had come. So this end
+    /// writes RESUME only once it has seen the peer's SWITCH.
     is_whole: bool,
     asked: bool,
     /// `Step::WriteResume` was returned. This end receives no more on the link.
@@ -168,8 +169,8 @@ impl Resume {
         self.sent == Some(Closing::Switch) && self.wrote && !self.went_on && !self.over
     }
 
-    /// Returns whether this end's sending direction cannot go on, or cannot end, before it has the peer's next marker.
-    /// Then the caller searches TCP for the marker, also behind unread data.
+    /// Returns whether this end cannot go on sending, or cannot end its direction, before it has the peer's next
+    /// marker. Then the caller searches TCP for the marker, also behind unread data.
     pub fn looks_ahead(&self) -> bool {
         let leaves = self.asked || matches!(self.fin, Fin::Wanted | Fin::Marked);
         let waits = match self.sent {
@@ -208,10 +209,10 @@ impl Resume {
         self.advance()
     }
 
-    /// Handles a failure of this end of the link. The caller has first given up an attempt that is not closed.
-    /// `marked`: all of the peer's direction has come over the link, with its end mark. If this end has confirmed that,
-    /// the peer may have closed its socket. Then the peer's kernel answers RESUME by a reset, and bytes that TCP has
-    /// not brought yet are lost. So this end waits for SWITCH first.
+    /// Handles a failure of this end of the link. The caller has first given up an attempt that is not closed. `marked`
+    /// is true if all of the peer's direction has come over the link, with its end mark. If this end has confirmed
+    /// that, the peer may have closed its socket. Then the peer's kernel answers RESUME by a reset, and bytes that TCP
+    /// has not brought yet are lost. So this end waits for SWITCH first.
     pub fn on_link_failed(&mut self, marked: bool) -> Steps {
         self.is_whole |= marked;
         self.due |= !marked;
@@ -325,8 +326,8 @@ impl Resume {
         Ok(self.advance())
     }
 
-    /// Handles the end of TCP in the peer's direction. `marked`: this end has received all of the peer's direction on
-    /// the link, and the end mark behind it.
+    /// Handles the end of TCP in the peer's direction. `marked` is true if this end has received all of the peer's
+    /// direction on the link, and the end mark behind it.
     pub fn on_end(&mut self, marked: bool) -> Steps {
         if self.read.is_some() || self.over {
             return Steps::new();
@@ -373,7 +374,8 @@ impl Resume {
             self.wrote = true;
             steps.push(Step::WriteResume);
         }
-        // This end's direction never left TCP, and no RESUME is due or RESUME is written: TCP may end.
+        // This end's direction never left TCP. TCP may end once RESUME is written, or the peer's ABORT shows that none
+        // is due.
         if self.sent == Some(Abort) && (self.wrote || self.known() == Some(Abort)) {
             self.end_tcp(&mut steps);
         }

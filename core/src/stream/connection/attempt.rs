@@ -1,5 +1,5 @@
-//! One attempt to promote the connection: carries out the steps of the handshake's state machine (`stream::handshake`),
-//! and feeds it the peer's RESUME and the end of TCP.
+//! One attempt to promote the connection: carries out the steps of the handshake's state machine (`stream::handshake`).
+//! This file also handles the peer's RESUME and the end of TCP, when they are found in TCP.
 //!
 //! This code runs on the service thread, and on a thread of the program whose call finds a marker.
 
@@ -158,12 +158,14 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     if rx.consumer.is_some() {
         socket.rx_mode.go(Move::Switched);
         socket.set_path(Half::Receiving, true);
-        // No wake-up word was armed for bytes that are in the ring already, so this end notifies its own threads.
+        // The peer may have put bytes into the ring before this end has set the ring's wake-up word, so it has notified
+        // no thread of these bytes. This end notifies its own threads.
         socket.later(Task::Notify);
     }
 }
 
-/// Opens this end's stream and sends OPEN. If the peer's OPEN has `offered` a stream, sends OPEN-ACK.
+/// Opens this end's stream and sends OPEN. With `offered`, the stream and the ring of the peer's OPEN, sends OPEN-ACK
+/// instead. The error says why the connection stays on TCP.
 #[inline(never)]
 fn send_open<S: SocketIo>(
     socket: &S,
@@ -273,7 +275,8 @@ fn queue_marker<S: SocketIo>(socket: &S, control: &ControlOf<S>, marker: &Marker
 pub(super) fn on_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, received: u64, sent: u64) {
     end_attempt(socket, control);
     let steps = control.stay.as_mut().map(|stay| stay.resume.on_resume(received, sent));
-    // This end has not asked the peer to leave the link, so the peer's end of the link may have failed.
+    // If `returns` is still true, this end has not made the stream leave the link. So the peer's end of the link may
+    // have failed.
     if let Some(opened) = &control.opened
         && control.stay.as_ref().is_some_and(|stay| stay.returns)
     {
@@ -296,8 +299,8 @@ pub(super) fn on_end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     stay::feed(socket, control, |r| r.on_end(marked));
 }
 
-/// Looks for RESUME at the front of TCP, after TCP has brought bytes or its end, for a receiving direction that is on
-/// the link. Handles RESUME if all of it is there, and the end of TCP.
+/// Looks for RESUME at the front of TCP, if the receiving direction is on the link. Called when TCP has brought bytes
+/// or its end. Handles RESUME if all of it has come, and the end of TCP. Other bytes at the front reset the connection.
 pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     let stay = control.stay.as_ref().filter(|stay| stay.resume.is_next());
     let Some(mine) = stay.map(|stay| stay.mine) else {

@@ -1,5 +1,5 @@
 //! shutdown() and close() of a connection with a link or an attempt, and its hand-over to a holder that reads the
-//! kernel alone (P85).
+//! kernel's socket alone (P85).
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -26,12 +26,12 @@ pub const MOST: usize = 16 * 1024 * 1024;
 const AT_ONCE: u64 = 10_000_000;
 
 /// Shuts the sending direction, before the kernel's own shutdown(). If the direction is on a link within the host, this
-/// puts the end mark FIN on the link and sets `farewell` to the waiter that is to be woken once the kernel has sent its
+/// puts the end mark FIN on the link and sets `farewell`, the notification that is due once the kernel has sent its
 /// FIN.
 ///
 /// Returns true if the library makes the kernel's shutdown of the direction itself, later: once TCP has taken the
-/// pending bytes. If the program shuts `both` directions, also once no marker may come any more (P101). If false, the
-/// caller makes the kernel's shutdown.
+/// pending bytes and, if the program shuts `both` directions, no marker may come any more (P101). Returns false if the
+/// caller has to make the kernel's shutdown.
 pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link>) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
@@ -117,8 +117,8 @@ pub struct Awaited {
     pub nonce: Nonce,
     /// This end's FIN waits for these markers (P101).
     pub precede_end: bool,
-    /// The ABORT that answers a HELLO while this end's FIN waits. Empty if the FIN does not wait, because the end of
-    /// TCP is the answer then; also empty if no HELLO may come.
+    /// The ABORT with which this end answers a HELLO while its FIN waits. Empty if the FIN does not wait, because the
+    /// end of TCP is the answer then. Also empty if no HELLO may come.
     pub answer: Vec<u8>,
     /// The first bytes of the next marker, as far as they have come.
     pub part: Vec<u8>,
@@ -160,7 +160,8 @@ fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
 }
 
 /// Ends the sending direction when the program closes the socket. Returns the bytes that have to be sent before the end
-/// and that TCP has not taken yet, and the stream's farewell. The caller holds the control lock.
+/// and that TCP has not taken yet, and the notification that is due once the kernel has sent its FIN. The caller holds
+/// the control lock.
 pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
     let mut farewell = Farewell::NONE;
     if let Some(mut tx) = socket.tx.lock() {
@@ -179,9 +180,9 @@ pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
     (unsent.unwrap_or_default(), farewell)
 }
 
-/// Gives the stream back if both directions are on TCP, and no attempt and no stay is under way. Then the caller can
-/// put the socket into the kernel's epoll sets again. Returns whether the connection may be promoted again; `None` if
-/// the stream is still in use. The caller holds the control lock.
+/// Gives the stream back to the link if both directions are on TCP, and no attempt and no stay is under way. Then the
+/// caller can put the socket into the kernel's epoll sets again. Returns whether the connection may be promoted again;
+/// `None` if the stream is still in use. The caller holds the control lock.
 pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<bool> {
     let is_busy = control.handshake.is_some() || stay::is_staying(control);
     if is_busy || !socket.is_plain() {
@@ -254,8 +255,8 @@ enum Front {
 }
 
 fn set_aside<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, makes_room: bool) -> Front {
-    // If a call has been inside the kernel since before the scan began, its bytes come first, so this waits for the
-    // call.
+    // A call may have been inside the kernel since before the scan began. The bytes that it receives come first, so no
+    // bytes are set aside before it has returned.
     let (Some(nonce), Some(tcp), true) = (rx.scan, socket.tcp(), socket.rx_inside.is_empty()) else {
         return Front::Unknown;
     };

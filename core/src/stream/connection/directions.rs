@@ -1,6 +1,6 @@
 //! The operations on a single direction. For the receiving direction: begin and end the scan for markers, shut the
 //! direction, and leave the link. For the sending direction: send markers on TCP, send bytes again there, and leave the
-//! link.
+//! link. `connection.rs` defines carry and holder. An *end mark*, FIN or DEMOTE, stands behind the last byte of a ring.
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -11,24 +11,25 @@ use crate::stream::connection::scan::Carry;
 use crate::stream::connection::{Behind, End, Rx, Then};
 use crate::stream::mode::{Mode, Move};
 
-/// The peer's waiter that is woken once the kernel has sent its FIN, on a link within the host. The end mark counts as
-/// the end of the stream only when FIN has come too. FIN itself also wakes the waiter, but too late: the peer would see
-/// data that is sent on other connections afterwards before the end of this one.
+/// A notification of the peer that is due once the kernel has sent its FIN, on a link within the host. The peer counts
+/// the end mark in the ring as the end of the stream only when FIN has come too. FIN also wakes the peer's waiter, but
+/// too late: the peer would see data that this process sends on other connections afterwards before the end of this
+/// one.
 pub struct Farewell<L>(Option<(L, Wake, Vqpn)>);
 
 impl<L: StreamLink> Farewell<L> {
-    /// No waiter is to be woken.
+    /// No notification is due.
     pub const NONE: Self = Self(None);
 
-    /// Returns the farewell for the waiter that `wake` names. The write of the end mark has returned `wake`.
+    /// Returns the notification of the waiter that `wake` names. `wake` is the result of the write of the end mark.
     pub fn of<S: SocketIo<Link = L>>(socket: &S, wake: Wake) -> Self {
         Self(socket.wakes_at_end(wake))
     }
 
-    /// Wakes the waiter. The caller has closed or shut down the kernel's socket before.
+    /// Notifies the waiter. The caller has closed or shut down the kernel's socket before.
     pub fn tell(self) {
-        // The peer may have given the number to another stream meanwhile. Then the waiter checks that stream without
-        // need.
+        // The peer may have given the number `theirs` to another stream meanwhile. Then the waiter checks that stream
+        // without need.
         if let Some((link, wake, theirs)) = self.0 {
             link.notify(wake, theirs);
         }
@@ -86,9 +87,9 @@ pub fn stop_scan<S: SocketIo>(socket: &S) {
     }
 }
 
-/// If no marker may come any more, leaves the receiving direction to the kernel, for a new holder that reads the kernel
-/// alone. Bytes in the carry cannot be given back to the kernel. If there are any, resets the connection: a gap in the
-/// data would be worse than a reset. The caller holds the control lock.
+/// If no marker may come any more, leaves the receiving direction to the kernel, for a holder that reads the kernel's
+/// socket alone. Bytes in the carry cannot be given back to the kernel. If there are any, resets the connection: a gap
+/// in the data would be worse than a reset. The caller holds the control lock.
 pub fn hand_over_rest<S: SocketIo>(socket: &S) {
     let mut held_back = 0;
     if let Some(mut rx) = socket.rx.lock()
@@ -129,7 +130,8 @@ pub(super) fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
 
 /// Returns whether a marker may still come in the receiving direction.
 pub fn is_scanning<S: SocketIo>(socket: &S) -> bool {
-    // Checks under the lock: a `start_scan` that has not seen the shutdown has finished before, so this sees its scan.
+    // The check is made under the lock. A `start_scan` that has not seen `rx_shut` has released the lock before, so its
+    // scan is seen here.
     let rx = socket.rx.lock();
     rx.is_some_and(|rx| is_scanned(socket, &rx))
 }
@@ -144,10 +146,10 @@ pub(super) fn is_shut<S: SocketIo>(socket: &S) -> bool {
     socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.end.is_shut())
 }
 
-/// Shuts the receiving direction. Returns true if the library makes the kernel's shutdown() itself, once no marker may
-/// come. That is so if a marker may come and the program has ended the sending direction before. Returns false
-/// otherwise, and if a thread is blocked in the kernel's receive: only the kernel's shutdown() wakes that thread, so
-/// the caller makes it at once.
+/// Shuts the receiving direction. Returns true if a marker may come, the program has ended the sending direction
+/// before, and no thread is blocked in the kernel's receive. Then the library makes the kernel's shutdown() itself,
+/// once no marker may come. Otherwise returns false, and the caller makes the kernel's shutdown() at once: nothing else
+/// wakes a thread that is blocked in the kernel's receive.
 pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
@@ -159,8 +161,8 @@ pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
     rx.then_shut
 }
 
-/// Leaves the receiving direction to the kernel, because a call of the program is about to return the end that a look
-/// has found ([`Ahead::Ended`](crate::stream::connection::Ahead::Ended)). The caller holds `rx`.
+/// Leaves the receiving direction to the kernel. A call of the program is about to return the end of the stream, which
+/// a look has found ([`Ahead::Ended`](crate::stream::connection::Ahead::Ended)). The caller holds `rx`.
 pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
     end_scan(socket, rx);
     settle(socket, rx);
@@ -175,7 +177,7 @@ pub(super) fn settle<S: SocketIo>(socket: &S, rx: &RxOf<S>) {
     }
 }
 
-/// Removes `len` bytes that a look has seen: from the carry first, then from the kernel.
+/// Removes `len` bytes that a look has seen: first from the carry, the others from the kernel.
 pub(super) fn take<O>(tcp: &impl Tcp, rx: &mut Rx<O>, len: usize) -> Result<(), Gone> {
     let carried = rx.carry.len().min(len);
     rx.carry.consume(carried);
@@ -193,7 +195,7 @@ pub fn is_over<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
 }
 
 /// Takes the receiving direction off the link if the program has read the ring and the next byte, or the end, comes by
-/// TCP. Returns false if the direction stays on the link, or is not there.
+/// TCP. Returns false if the direction stays on the link, or was not on it.
 pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     let is_on_link = |_: &_| socket.rx_mode.load(Acquire) == Mode::Link;
     let Some(mut rx) = socket.rx.lock().filter(is_on_link) else {
@@ -247,9 +249,9 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     true
 }
 
-/// Checks for an end of TCP without an end mark on the link. If so, the peer has closed the connection by a system call
-/// that its library did not see, and has left bytes unread. Then this keeps ECONNRESET for the program's next call. The
-/// kernel will not report the reset that follows, because it has seen a FIN before (RFC 9293, 3.10.7.4).
+/// Keeps ECONNRESET for the program's next call if TCP has ended and the link has no end mark. Then the peer has closed
+/// the connection by a system call that its library did not see, and has left bytes unread. The kernel will not report
+/// the reset that follows, because it has seen a FIN before (RFC 9293, 3.10.7.4).
 pub fn look_for_reset<S: SocketIo>(socket: &S) {
     let Some(rx) = socket.rx.lock() else { return };
     let is_unmarked = |c: &Consumer| !c.has_mark() && !c.has_left();
@@ -266,8 +268,8 @@ pub fn look_for_reset<S: SocketIo>(socket: &S) {
 /// socket. Not for a direction that goes back to TCP: the peer would send new bytes there before it has sent the unread
 /// bytes again.
 ///
-/// Returns the peer's waiter that waits for room. If the ring has been read, no waiter waits. Otherwise the reset of
-/// the kernel's socket wakes the waiter too, if that socket still exists.
+/// Returns the peer's waiter that waits for room in the ring. The caller wakes it only if the kernel's socket does not
+/// exist any more; otherwise the reset of that socket wakes it. If the ring has been read, no waiter waits.
 pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
     let rx = socket.rx.lock();
     let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());
@@ -387,7 +389,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
 }
 
 /// Ends the sending direction on the link with the mark `end`. Later bytes go on TCP. If the peer has stopped reading
-/// the ring, its unread bytes are first sent again there. Returns the peer's waiter to wake.
+/// the ring, the bytes that it has not read are first sent again on TCP. Returns the peer's waiter to wake.
 pub(super) fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> Wake {
     let wake = match tx.producer.as_mut().map_or(Ok(Wake::NONE), |p| p.end(end)) {
         Err(Stopped) => {
@@ -404,8 +406,8 @@ pub(super) fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMar
     wake
 }
 
-/// Moves the sending direction from the link to TCP, where the unread bytes of the ring are sent a second time first.
-/// The peer has stopped reading the ring.
+/// Moves the sending direction from the link to TCP, because the peer has stopped reading the ring. The unread bytes of
+/// the ring are sent again on TCP, before all later bytes.
 pub(super) fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
     let unread = tx.producer.as_mut().map_or(Ok(Vec::new()), |p| p.unread());
     if let Err(error) = unread.and_then(|bytes| queue_again(socket, tx, &bytes)) {
@@ -418,7 +420,7 @@ pub(super) fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
 }
 
 /// Moves the sending direction back to TCP. Bytes on the link stay there, and the peer reads them first. If SWITCH is
-/// still to be written, the ring that it leads the peer to has nothing but the end mark.
+/// still to be written, it leads the peer to a ring that has nothing but the end mark.
 pub(super) fn demote_tx<S: SocketIo>(socket: &S) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
@@ -445,10 +447,12 @@ pub(super) fn settle_if_plain<S: SocketIo>(socket: &S) {
     }
 }
 
-/// Sends unread bytes of the ring a second time, on TCP. The peer has stopped reading the ring.
+/// Sends the unread bytes of the ring again, on TCP, because the peer has stopped reading the ring. Has no effect if
+/// the direction is not on the link.
 pub fn resend<S: SocketIo>(socket: &S) {
     look_for_reset(socket);
-    // If the direction has left the link meanwhile, `end_on_link` has found that the peer stopped, and has done this.
+    // If the direction has left the link meanwhile, `end_on_link` has found that the peer stopped, and has sent the
+    // bytes again.
     if let Some(mut tx) = socket.tx.lock()
         && socket.tx_mode.load(Acquire) == Mode::Link
     {

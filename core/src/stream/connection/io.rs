@@ -21,17 +21,17 @@ pub enum Task {
     Flush,
     /// Search the unread data in TCP for the marker that the sending direction waits for.
     ReadAhead,
-    /// A direction has changed. Complete a close or a way back. If there is none, arm the socket's waiters for the
-    /// medium that its directions run on.
+    /// A direction has changed its medium. Complete a close or a way back. If neither is under way, renew the socket's
+    /// requests for wake-ups, for the medium that each direction runs on.
     Settle,
     /// A direction is back on TCP: check whether that completes a way back.
     Drained,
 }
 
-/// The front of TCP's receive buffer.
+/// The state of TCP's receive buffer at its front.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Peeked {
-    /// TCP has bytes; at least this number was read.
+    /// TCP has bytes. This number of them, at least one, was copied into the caller's buffer.
     Bytes(usize),
     /// TCP has no bytes now.
     Nothing,
@@ -54,12 +54,12 @@ pub enum Unsent {
     Dead,
 }
 
-/// Bytes that were peeked are not in TCP any more.
+/// Error: bytes that a peek has seen are not in TCP any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the bytes are not in TCP any more")]
 pub struct Gone;
 
-/// A link, as a connection with a stream on it uses it. No call blocks.
+/// The operations of a link that a connection needs. No operation blocks.
 pub trait StreamLink: Clone + PartialEq {
     /// Returns the instance at the link's other end.
     fn peer(&self) -> InstanceId;
@@ -84,14 +84,14 @@ pub trait StreamLink: Clone + PartialEq {
     fn send(&self, message: &Message) -> Result<(), SendError>;
     /// Sends a message with a file that holds `bytes`. The error is `Full` if the file cannot be made.
     fn send_with(&self, message: &Message, bytes: &[u8]) -> Result<(), SendError>;
-    /// Notifies a waiter of the peer that its stream `theirs` has changed. `wake`, which a producer or consumer of a
-    /// ring has returned, names the waiter. Preserves errno.
+    /// Notifies the waiter of the peer that `wake` names: the peer's stream `theirs` has changed. `wake` comes from a
+    /// producer or consumer of a ring. Preserves errno.
     fn notify(&self, wake: Wake, theirs: Vqpn);
     /// Processes the completions of a link between hosts, so that all bytes that have come are in their rings. Has no
     /// effect within a host, where the peer writes into the ring itself.
     fn take_in(&self);
-    /// Notes that the peer has left a link between hosts without a request of this end, so the peer's end of the link
-    /// may have failed.
+    /// Checks whether the peer's device on a link between hosts still answers. Called when the peer has left the link
+    /// without a request of this end, so the peer's end of the link may have failed.
     fn doubt(&self);
 }
 
@@ -134,11 +134,11 @@ pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
     type Link: StreamLink;
     /// The type of the kernel's socket.
     type Tcp: Tcp;
-    /// The socket's own state under the lock of the sending direction.
+    /// The part of the socket's own state that the lock of the sending direction protects.
     type Tx: Default;
-    /// The socket's own state under the lock of the receiving direction.
+    /// The part of the socket's own state that the lock of the receiving direction protects.
     type Rx: Default;
-    /// The socket's own state under the control lock.
+    /// The part of the socket's own state that the control lock protects.
     type Control: Default;
 
     /// Returns the socket's number in this process.
@@ -157,8 +157,8 @@ pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
     fn reset_on_close(&self);
     /// Resets the connection at both ends at once.
     fn reset(&self);
-    /// Makes the next receive fail because the connection was reset. `is_shut`: the program has shut the sending
-    /// direction.
+    /// Makes the next receive fail because the connection was reset. `is_shut` is true if the program has shut the
+    /// sending direction.
     fn report_reset(&self, is_shut: bool);
     /// Returns whether the library may scan for markers in place of the kernel's plain receive. Options that the
     /// program has set on the socket may rule that out.
@@ -191,14 +191,15 @@ pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
     fn off_link(&self, tx: &mut TxOf<Self>);
     /// Called when the end mark has been put on a link between hosts.
     fn on_marked(&self, tx: &TxOf<Self>);
-    /// Copies bytes that are committed, but not in the ring yet, into the ring, because the ring is about to be read.
+    /// Copies committed bytes that are still in the program's memory (a direct transfer) into the ring, because this
+    /// end is about to read the ring.
     fn fill_ring(&self, _tx: &TxOf<Self>) {}
 
     /// Called when the attempt has ended with both directions on the link.
     fn promoted(&self);
     /// Rules out another promotion: once the connection is back on TCP, it stays there.
     fn pin(&self);
-    /// Called when an attempt has failed. `is_unwanted`: no other attempt is to follow.
+    /// Called when an attempt has failed. `is_unwanted` is true if no other attempt is to follow.
     fn abandoned(&self, is_unwanted: bool);
 
     /// For the statistics: sets why the connection is on TCP.

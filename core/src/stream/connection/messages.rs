@@ -20,7 +20,7 @@ use crate::wire::Message;
 #[error("the peer breaks the protocol of the link")]
 pub struct Broken;
 
-/// Handles OPEN for the attempt of `socket`; `None` if no socket has an attempt with these nonces. The nonces are named
+/// Handles OPEN. `socket` is the socket whose attempt has these nonces; `None` if there is none. The nonces are named
 /// as in the message, from the peer's view: markers to the peer start with `mine`. `theirs` is the peer's stream, and
 /// `first` its first ring. Returns true if the attempt continues, false if the OPEN is refused.
 pub fn on_open<S: SocketIo>(
@@ -85,7 +85,7 @@ pub fn on_open_ack<S: SocketIo>(
     }
 }
 
-/// The caller is in a signal handler that has interrupted its own thread's use of the connection.
+/// Error: the caller is a signal handler that has interrupted this thread's own use of the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the connection is in use")]
 pub struct Interrupted;
@@ -130,9 +130,10 @@ fn opened<S: SocketIo>(
     first: Region,
 ) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
-    // The number is set first. The peer may have switched before this end reads its message. Then a reader of this end
-    // takes bytes as soon as the two streams are a pair, and notifies the peer by this number. (Within a host a reader
-    // may even take bytes before that. So the peer checks again when it reads this end's SWITCH.)
+    // The peer's number is set before the two streams are a pair. The peer may have written SWITCH before this end
+    // handles its OPEN or OPEN-ACK. Then a reader at this end takes bytes out of the ring as soon as the streams are a
+    // pair, and notifies the peer by this number. (Within a host a reader may even take bytes before that. So the peer
+    // checks again when it reads this end's SWITCH.)
     socket.set_peer(theirs);
     socket.set_link(Some(link));
     match control.opened.as_mut() {
@@ -146,7 +147,8 @@ fn opened<S: SocketIo>(
         tx.producer = Some(producer);
     }
     feed(socket, control, Handshake::on_open);
-    // The service thread arms the stream for the threads that wait on the socket, because there is a link from now on.
+    // There is a link from now on. So the service thread sets the wake-up words of the stream's rings for the threads
+    // that wait on the socket.
     socket.later(Task::Settle);
     Ok(())
 }

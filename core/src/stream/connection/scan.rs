@@ -1,6 +1,7 @@
-//! Scans the bytes that TCP delivers for markers. Markers go to the attempt, and all other bytes to the program. Bytes
-//! that may be the beginning of a marker are held back. If the sending direction waits for a marker, this code also
-//! reads ahead of the program.
+//! Scans the bytes that TCP delivers for markers. A *look* scans the bytes at the front. Markers go to the attempt, and
+//! all other bytes to the program. Bytes that may be the beginning of a marker are held back. If the sending direction
+//! waits for a marker, this code also reads ahead of the program. The *carry* has the bytes that were taken from TCP
+//! and that the program has not read.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -36,7 +37,8 @@ const OWN: usize = 64 * 1024;
 /// the peers would decide how much memory is used.
 const ALL: usize = 256 * 1024 * 1024;
 
-/// The number of bytes that are held now beyond [`OWN`] for each connection, over all connections.
+/// The number of bytes that are read ahead now, over all connections. The first [`OWN`] bytes of each connection do not
+/// count.
 static AHEAD: AtomicUsize = AtomicUsize::new(0);
 
 /// The result of a look at the front of the receiving direction.
@@ -72,16 +74,16 @@ impl Ahead {
     }
 }
 
-/// How a look treats the urgent mark in front of a marker. To read the marker, it would read past the mark, and the
-/// kernel would drop the urgent byte.
+/// How a look treats the urgent mark in front of a marker. A look that reads the marker reads past the mark, and then
+/// the kernel drops the urgent byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum AtMark {
     /// The marker stays in TCP, because the program may still ask for the urgent byte.
     Stop,
     /// The marker is read: the program itself reads past the mark, or has closed the socket.
     GoOn,
-    /// The marker is read, for a hand-over of the socket. The data in front of it has been set aside. Looks of the
-    /// other two kinds return no bytes while data is set aside.
+    /// The marker is read, for a hand-over of the socket. The data in front of the marker has been set aside
+    /// (`Rx::aside`). Looks of the other two kinds return no bytes while data is set aside.
     HandOver,
 }
 
@@ -121,7 +123,8 @@ fn look_at_front<'a, S: SocketIo>(
         if socket.rx_mode.load(Acquire) != Mode::Marked {
             return Some((Ahead::Changed, guard));
         }
-        // If a call has been inside the kernel since before the scan began, its bytes come first.
+        // Nothing may be read now in two cases. Data that is set aside comes first. Or a call has been inside the
+        // kernel since before the scan began, and the bytes that it receives come first.
         let is_aside = !guard.aside.is_empty();
         let waits = is_aside && (guard.scan.is_none() || at_mark != AtMark::HandOver);
         if waits || !socket.rx_inside.is_empty() {
@@ -145,9 +148,9 @@ fn look_at_front<'a, S: SocketIo>(
             }
         };
         let Some(nonce) = guard.scan else {
-            // The scan has ended. The bytes in the carry are still to be delivered, and the bytes that RESUME has
-            // announced, which are counted (P78). If this end has to report a reset, all bytes that precede the reset
-            // are delivered first.
+            // The scan has ended. The program gets the bytes in the carry, then as many bytes from TCP as RESUME has
+            // announced (`owed`, P78). If this end has to report a reset, the program first gets all bytes that precede
+            // it.
             let resets = socket.has_untold();
             if carried == 0 && guard.owed == 0 && !resets {
                 settle(socket, &guard);
@@ -258,7 +261,7 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Result
     }
 }
 
-/// Scans `bytes`, which a call has received that was inside the kernel when the scan began. Moves the data to the front
+/// Scans `bytes`. A call that was inside the kernel when the scan began has received them. Moves the data to the front
 /// of `bytes`, handles markers, and holds back the possible beginning of a marker. Returns the length of the data.
 /// `rx_inside` still counts the call.
 pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
@@ -339,9 +342,9 @@ pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {
 // marker.
 
 /// If the sending direction waits for a marker, searches the unread data for it, and carries out the steps that the
-/// marker leads to for that direction. `is_blocked`: a send finds no room on the link, and the peer's reader does not
-/// move. Returns whether bytes were taken from the kernel. If so, the caller wakes the threads that wait for data,
-/// because the kernel reports less than there is.
+/// marker leads to for that direction. `is_blocked` is true if a send finds no room on the link and the peer's reader
+/// does not move. Returns whether bytes were taken from the kernel. If so, the caller wakes the threads that wait for
+/// data, because the kernel does not report those bytes.
 pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
     let mut took = false;
     let Some(mut control) = socket.control.lock() else {
@@ -377,7 +380,7 @@ fn on_ahead<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, ahead: resume::
 /// kernel. `None` if TCP has brought neither, if the direction is not scanned, or if no more bytes may be read ahead.
 fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<resume::Ahead> {
     loop {
-        // If a call has been inside the kernel since before the scan began, its bytes come first.
+        // A call may have been inside the kernel since before the scan began. The bytes that it receives come first.
         if socket.rx_mode.load(Acquire) != Mode::Marked || !socket.rx_inside.is_empty() {
             return None;
         }
@@ -420,15 +423,15 @@ pub fn drop_unread<S: SocketIo>(socket: &S) {
         rx.scanned = 0;
         take(&socket.tcp()?, &mut rx, carry + kernel).ok()
     };
-    // The number is bounded, so that a peer that sends without end does not occupy the service thread.
+    // The number of pieces is bounded, so that a peer that sends without end does not occupy the service thread.
     if (0..DROPS).all(|_| drop_next().is_some()) {
         drop(control);
         socket.later(Task::Settle);
     }
 }
 
-/// Bytes that were taken from TCP and that the program has not read. They may be the beginning of a marker, or bytes
-/// that were read ahead. Or a call has received them that come behind the bytes on the link.
+/// Bytes that were taken from TCP and that the program has not read: the possible beginning of a marker, bytes that
+/// were read ahead, or bytes that a call has received and that come behind the bytes on the link.
 #[derive(Default)]
 pub struct Carry {
     /// The first `read` of these bytes have been read. The others are the contents of the carry.
@@ -462,7 +465,7 @@ impl Carry {
         self.len() == 0
     }
 
-    /// Appends the bytes that come next in TCP.
+    /// Appends `bytes`, which came next in TCP.
     pub fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
@@ -485,7 +488,7 @@ impl Carry {
         Ok(())
     }
 
-    /// Subtracts the bytes from `AHEAD` that this connection has counted there and that are not in the carry any more.
+    /// Lowers the connection's count in `AHEAD` to the bytes that are still in the carry.
     fn settle(&mut self) {
         let held = self.len().saturating_sub(OWN).min(self.charged);
         AHEAD.fetch_sub(self.charged - held, Relaxed);

@@ -1,6 +1,7 @@
 //! A stay on a link between hosts: this file carries out the steps of the state machine in `stream::resume` (P70–P79),
-//! and feeds it the events that make a stream leave such a link. An attempt that is not closed is given up first. The
-//! file also takes a connection back to TCP from any link, if the program or its peer asks for that.
+//! and feeds it the events that make a stream leave such a link. An attempt in which this end has not written SWITCH or
+//! ABORT is *not closed*, and is given up first. The file also takes a connection back to TCP from any link, if the
+//! program or its peer asks for that.
 //!
 //! The caller of each function holds the control lock, and neither `rx` nor `tx`.
 
@@ -19,7 +20,7 @@ use crate::stream::mode::{Mode, Move};
 use crate::stream::resume::{Resume, Step, Steps};
 use crate::wire::{MAX_MARKER, Marker};
 
-/// A stay on a link between hosts.
+/// A stream's stay on a link between hosts: from this end's OPEN or OPEN-ACK until both directions have left the link.
 #[derive(Debug)]
 pub struct Stay {
     /// The state machine.
@@ -28,8 +29,8 @@ pub struct Stay {
     pub mine: Nonce,
     /// The nonce that RESUME to the peer starts with.
     pub theirs: Nonce,
-    /// No event so far rules out another promotion. So if the stay ends, a failure of the link is the cause, and the
-    /// connection may be promoted again.
+    /// True until an event rules out another promotion. If the stay ends while this is true, a failure of the link is
+    /// the cause, and the connection may be promoted again.
     pub returns: bool,
 }
 
@@ -104,8 +105,8 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
             }
             Step::ReadOn(sent) => read_on(socket, Some(sent)),
             Step::Lost => {
-                // Bytes that the peer has sent on the link have come, and the program reads them before the reset. No
-                // peer sends them again.
+                // The link may have brought bytes that are not in the ring yet. The program reads them before the
+                // reset, because the peer cannot send them again.
                 if let Some(opened) = &control.opened {
                     opened.link.take_in();
                 }
@@ -188,8 +189,8 @@ fn send_from<S: SocketIo>(socket: &S, from: u64) {
     flush_or_later(socket);
 }
 
-/// Lets reads continue in TCP once the program has read the ring. TCP has to bring all bytes up to the position `sent`.
-/// `None`: the program gets ECONNRESET after the ring.
+/// Lets reads continue in TCP once the program has read the ring. With `sent`, TCP has to bring all bytes up to that
+/// position. With `None`, the program gets ECONNRESET behind the bytes of the ring.
 fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
     {
         let Some(mut rx) = socket.rx.lock() else {
@@ -268,8 +269,8 @@ fn hand_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     end_by(socket, control, Resume::leave_at_once);
 }
 
-/// Shuts the sending direction. Returns true if the kernel's shutdown() follows by itself; false if the stream is not
-/// on a link between hosts.
+/// Shuts the sending direction. Returns true if the library makes the kernel's shutdown() itself, later; false if the
+/// stream is not on a link between hosts.
 pub fn shut<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> bool {
     if !is_staying(control) {
         return false;
@@ -295,8 +296,8 @@ pub fn end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 
 // The way back to TCP from any link.
 
-/// Takes the socket back to TCP: the sending direction now, the receiving direction when the peer has done what this
-/// end requests. If a handshake is under way, the way back begins when the handshake has ended.
+/// Takes the socket back to TCP, in the way of [`leave_link`]. If a handshake is under way, the way back begins when
+/// the handshake has ended.
 pub fn leave<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     control.leave = Some(reason);
     let is_attempt = control.handshake.is_some() && !is_staying(control);
@@ -334,7 +335,8 @@ pub fn return_to_tcp<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason
     }
 }
 
-/// The peer has left the link already, so it cannot send the unread bytes of the ring again. Later bytes may be in TCP.
+/// Error: the peer has left the link already, so it cannot send the unread bytes of the ring again. Later bytes may be
+/// in TCP.
 struct PeerLeft;
 
 /// Takes both directions back to TCP, and asks the peer to send the unread bytes of the ring a second time, over TCP.

@@ -117,7 +117,7 @@ impl End {
         !self.fin
     }
 
-    /// Carries out steps. `ring`: there is memory for a ring to receive into.
+    /// Carries out steps. `ring` is true if there is memory for a ring to receive into.
     fn run(&mut self, steps: Steps, ring: bool) {
         for step in steps {
             match step {
@@ -267,7 +267,7 @@ fn happen(event: Event, me: &mut End, peer: &mut End) -> bool {
     true
 }
 
-/// Checks how the attempt has ended. No event is left that is sure to happen.
+/// Checks how the attempt has ended, in a state in which no event is left that is sure to happen.
 fn check_rest(c: &End, s: &End) {
     for (writer, reader) in [(c, s), (s, c)] {
         match writer.tx {

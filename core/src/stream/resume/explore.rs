@@ -68,8 +68,8 @@ struct End {
     taken: u8,
     marked: bool,
     read_on: bool,
-    /// The number of the byte at which the peer's direction was switched, and of the byte up to which the peer has sent
-    /// by its RESUME.
+    /// `began` is the number of bytes that the program had read when the peer's direction moved to the link. `owed` is
+    /// the number of bytes that the peer has sent in all, by its RESUME.
     began: u8,
     owed: u8,
     lost: bool,
@@ -359,8 +359,8 @@ impl End {
         true
     }
 
-    /// Searches TCP behind unread data for the marker that the sending direction waits for. An end that has switched
-    /// and has no answer may do that at any time.
+    /// Searches TCP behind unread data for the marker that the sending direction waits for. An end that has written
+    /// SWITCH, and has not seen the peer's closing marker, may search at any time.
     fn look_ahead(&mut self, peer: &VecDeque<Tcp>) {
         let Some(r) = &self.resume else { return };
         let in_the_way = matches!(peer.front(), Some(Tcp::Data(_))) && !self.on_ring;
@@ -544,7 +544,7 @@ fn check_reset(me: &End, had: usize, peer: &End) {
     );
 }
 
-/// Checks the state of the connection. No event is left that is sure to happen.
+/// Checks the state of the connection, in a state in which no event is left that is sure to happen.
 fn check_rest(ends: [&End; 2]) {
     for (writer, reader) in [(ends[0], ends[1]), (ends[1], ends[0])] {
         let both = || format!("\nwriter {writer:?}\nreader {reader:?}");

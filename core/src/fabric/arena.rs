@@ -1,6 +1,6 @@
-//! Buddy allocator that divides the data area of one arena into rings. Its state is private to the arena's owner and
-//! lies in the owner's own memory: a peer never sees or changes it. The allocator does not map memory, and gives no
-//! pages back to the kernel.
+//! Buddy allocator that divides the data area of one arena into rings. The allocator lies in private memory of the
+//! arena's owner, so a peer never sees or changes its state. It does not map memory, and gives no pages back to the
+//! kernel.
 
 #![forbid(unsafe_code)]
 
@@ -10,7 +10,8 @@ use crate::fabric::layout::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region, UNI
 
 /// The number of ring sizes: the powers of two from one page to the largest ring.
 const ORDERS: usize = (MAX_RING_LOG2 - MIN_RING_LOG2 + 1) as usize;
-/// The order of the largest region that begins at page 0: a larger one would lie in two segments.
+/// log2 of the pages of the largest region that begins at page 0. A larger one would lie in two segments of the mapping
+/// (`side.rs`).
 const UNIT: u32 = (UNIT_LOG2 - MIN_RING_LOG2) as u32;
 
 /// The free space of one data area.

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The file is sparse: pages that were never touched cost no memory. A process need not map the whole file either. It
-//! maps both parts from their beginnings on as far as they are used, in segments that double (`Segments`). So a link
-//! with few streams takes a few hundred KiB of addresses.
+//! maps the groups and the data area, each from its beginning as far as it is used, in segments that double
+//! (`Segments`). So a link with few streams takes a few hundred KiB of addresses.
 #![forbid(unsafe_code)]
 
 pub use crate::region::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region};
@@ -23,7 +23,7 @@ pub const READY_QUEUES: u32 = 64;
 /// The largest size of a data area in bytes: 64 GiB.
 pub const MAX_DATA_BYTES: u64 = 64 << 30;
 
-/// The number of streams in one group: streams whose numbers differ only in the lower bits.
+/// The number of streams in one group. Streams of one group have numbers that differ only in the lower bits.
 pub const GROUP_STREAMS: u32 = if cfg!(loom) { 64 } else { 256 };
 /// The number of groups in one arena.
 pub const GROUPS: u32 = MAX_STREAMS / GROUP_STREAMS;

@@ -60,7 +60,8 @@ pub enum SendError {
 /// Why this end cannot send to a stream of the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum NoProducer {
-    /// A local stream sends there already, or there is no such number. Either way the peer misbehaves.
+    /// The peer has named a number to which a local stream sends already, or which does not exist. Either way it
+    /// misbehaves.
     #[error("no such stream, or one that is in use")]
     NoSuch,
     /// The link has ended, or this process has no room to map the stream's memory.
@@ -82,14 +83,14 @@ pub struct Opened {
 
 /// An end of a link. Every call returns at once.
 ///
-/// [`WaiterId`] defines which waiters an attention word of a cursor names. The encoding is the same on every fabric.
+/// [`WaiterId`] defines which waiters a wake-up word names. The encoding is the same on every fabric.
 #[cfg(not(loom))]
 pub trait LinkEnd {
     /// Opens a stream: takes a free number of this end, and a first ring of `1 << log2` bytes to receive into.
     fn open(&self, log2: u8) -> Result<Opened, OpenError>;
 
-    /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`. To be called before
-    /// the first use of either stream's cursor.
+    /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`. Called before the
+    /// first use of either stream's cursor, its producer or consumer.
     fn pair(&self, _mine: Vqpn, _theirs: Vqpn, _first: Region) {}
 
     /// Returns the producer of the peer's stream `theirs`; `None` if no stream has such a number. The caller ensures
@@ -112,16 +113,16 @@ pub trait LinkEnd {
     /// Allocates another ring of `1 << log2` bytes; `None` if there is no room.
     fn allocate(&self, log2: u8) -> Option<Region>;
 
-    /// Allocates a ring of `1 << log2` bytes that may never be used ([`Consumer::offer_reserve`]). The ring has no
-    /// memory yet, but is mapped so that its use cannot fail. `None` if the fabric has no reserves, if there are no
-    /// addresses for the ring, or if rings in use need the room.
+    /// Allocates a reserve: a ring of `1 << log2` bytes that may never be used ([`Consumer::offer_reserve`]). The ring
+    /// has no memory yet, but is mapped so that its use cannot fail. `None` if the fabric has no reserves, if there are
+    /// no addresses for the ring, or if rings in use need the room.
     fn reserve(&self, _log2: u8) -> Option<Region> {
         None
     }
 
     /// Lends a buffer of this end to the `producer` of the peer's stream `theirs`, because the peer's ring has no room.
-    /// The buffer has up to `1 << log2` bytes, as far as the producer's bound allows. False if the fabric has no
-    /// buffers, or if the buffer would hold no more than the ring. The caller holds the lock of the producer's
+    /// The buffer has up to `1 << log2` bytes, as far as the producer's bound allows. Returns false if the fabric has
+    /// no buffers, or if the buffer would hold no more than the ring. The caller holds the lock of the producer's
     /// direction.
     fn lend(&self, _theirs: Vqpn, _producer: &mut Producer, _log2: u8) -> bool {
         false
@@ -140,9 +141,10 @@ pub trait LinkEnd {
     /// message is never delivered. If the link goes down during the call, the message may have been delivered or not.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Notifies the peer's waiters that `wake` names. `wake` is an attention word that a cursor has taken, for an event
-    /// of the peer's stream `theirs`. If a waiter has a ready queue, queues the stream there, and rings the waiter's
-    /// doorbell if it sleeps. For a waiter that the word names as a sleeper, rings its doorbell.
+    /// Notifies the peer's waiters that `wake` names of an event of the peer's stream `theirs`. `wake` is the value of
+    /// a wake-up word, which a cursor has taken. It may name a waiter with a ready queue: the stream is put into that
+    /// queue, and the waiter's doorbell is rung if it sleeps. It may also name a sleeper, whose doorbell is rung in any
+    /// case.
     fn notify(&self, wake: Wake, theirs: Vqpn);
 
     /// Removes the streams that the peer has queued for this end's `waiter`, and calls `each` at most once for each. A

@@ -31,7 +31,7 @@ pub const ENTRY: &CStr = c"rdmasock_verbs_plugin";
 /// plugin uses the other 12 itself.
 pub const PRIVATE_BYTES: usize = 44;
 
-/// The functions of the library that the plugin calls.
+/// The functions of the library, the plugin's host, that the plugin calls.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Host {
@@ -42,7 +42,7 @@ pub struct Host {
     /// Writes a line of UTF-8 to the log, with a level of [`Level`].
     pub log: unsafe extern "C" fn(level: u32, text: *const u8, len: usize),
     /// Moves an fd to a number that the program does not see. Returns that number, or a negative errno; after an error
-    /// `fd` is as before. A fork child of the host closes all these fds.
+    /// `fd` is as before. A fork child of the program closes all these fds.
     pub hide_fd: unsafe extern "C" fn(fd: c_int) -> i32,
     /// Closes an fd that `hide_fd` returned. (libc's close is hooked, and does not see hidden fds.)
     pub close_fd: unsafe extern "C" fn(fd: c_int),
@@ -213,7 +213,7 @@ impl Fate {
     }
 }
 
-/// The host's table; set once, by the plugin's entry function.
+/// The table of the library's functions. The plugin's entry function sets it once.
 static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());
 
 /// How important a line of the log is.
@@ -226,8 +226,8 @@ pub enum Level {
     Debug = 4,
 }
 
-/// Checks the host's table, and stores it for the other functions. Fails with EINVAL if `host` is null, and with EPROTO
-/// if the table has another version or size.
+/// Checks the table of the library's functions, and stores it for the other functions of this file. Fails with EINVAL
+/// if `host` is null, and with EPROTO if the table has another version or size.
 ///
 /// # Safety
 /// `host` is null, or points to a table that has at least its first two fields, and as many bytes as its `size` says.
@@ -251,7 +251,7 @@ fn host() -> Option<&'static Host> {
     unsafe { HOST.load(Ordering::Acquire).as_ref() }
 }
 
-/// Writes one line to the host's log.
+/// Writes one line to the library's log. Has no effect if no library is attached.
 pub fn log(level: Level, text: Arguments<'_>) {
     if let Some(host) = host() {
         let line = text.to_string();
@@ -270,7 +270,7 @@ pub fn sys_class() -> &'static Path {
     Path::new(OsStr::from_bytes(path.to_bytes()))
 }
 
-/// Makes `fd` nonblocking and moves it to a hidden number. If no host is attached, as in tests, the fd keeps its
+/// Makes `fd` nonblocking and moves it to a hidden number. If no library is attached, as in tests, the fd keeps its
 /// number.
 pub fn hide(fd: c_int) -> Result<c_int> {
     // SAFETY: the caller's fd is open during this call, and the borrow ends with the call.
@@ -288,8 +288,8 @@ pub fn hide(fd: c_int) -> Result<c_int> {
     Ok(hidden)
 }
 
-/// An fd at a hidden number for as long as the value lives. A program that closes fds which are not its own does no
-/// harm to it. A program that counts on the lowest free number sees no difference.
+/// An fd at a hidden number for as long as the value lives. A program that closes fds which are not its own does not
+/// close this one. A program that counts on the lowest free number sees no difference.
 #[derive(Debug)]
 pub struct Hidden(c_int);
 

@@ -7,9 +7,10 @@
 //! sweeps: a sweep takes the summary as it stands, then word by word. That bounds the work, and serves every ready
 //! stream before any stream again.
 //!
-//! No wake-up is lost. The peer pushes, then reads the flag; the waiter raises the flag, then checks the queues
-//! ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push that finds its summary bit already set leaves that
-//! bit alone. The waiter takes the summary bit before the word, so it finds the word's bit, which was set earlier.
+//! No wake-up is lost. The peer pushes, then reads the waiter's sleep flag. The waiter raises the flag, then checks the
+//! queues ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push that finds its summary bit already set
+//! leaves that bit alone. The waiter takes the summary bit before the word, so it finds the word's bit, which was set
+//! earlier.
 //!
 //! [`SleepFlag`]: crate::sync::SleepFlag
 

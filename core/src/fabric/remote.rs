@@ -1,6 +1,11 @@
-//! Links between hosts: each end keeps a local copy of the peer's arena (the *mirror*), and an engine carries changes
+//! Links between hosts: each end keeps a local copy of the peer's arena (the *mirror*), and an *engine* carries changes
 //! over a queue pair. This file has the counters, faults and settings of an end, and the trait by which an end wakes
 //! the waiters of its process.
+//!
+//! Large bytes can bypass the rings, over a second queue pair, the *bulk queue pair*. An *advert* announces a buffer
+//! with which a receiving program waits. The sender's device writes into it, and the record PLACED says up to which
+//! position. A *loan* is memory of a sending program, announced by the record SOURCE. The reader's device reads it, and
+//! the record TAKEN ends the loan.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -26,7 +31,7 @@
 //! `want_space` of every block of `mine` set to [`ENGINE`]. So a cursor that publishes a change gets that word. The
 //! cursor's caller passes the word to [`LinkEnd::notify`](crate::fabric::LinkEnd::notify), and the engine carries the
 //! change over. The engine writes changes from the peer into the blocks as the peer would on shm. Then it wakes the
-//! waiters of this process that the block's attention word names.
+//! waiters of this process that the block's wake-up word names.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -117,11 +122,11 @@ codes! {
         Ack = 12 => "bad confirmation",
         /// An immediate on a link that has none.
         Immediate = 13 => "unexpected immediate",
-        /// An advert of no memory, or one that comes while another is in use. Also a PLACED beyond its advert, or a
-        /// record that belongs on the other queue pair.
+        /// An advert without memory, or one that comes while another is in use. Also a PLACED with bytes beyond its
+        /// advert, or a record that belongs on the other queue pair.
         Advert = 14 => "bad advert",
-        /// A loan of no memory or at a wrong position, or a record that may not come during a loan. Also a TAKEN for no
-        /// loan or beyond the loan.
+        /// A loan without memory or at a wrong position, or a record that may not come during a loan. Also a TAKEN
+        /// without a loan, or for bytes beyond the loan.
         Loan = 15 => "bad loan",
     }
 }
@@ -230,23 +235,23 @@ impl Tuning {
     }
 }
 
-/// The queue pair cannot carry a link, because of [`MIN_BUFFER`] or [`MIN_BUFFERS`].
+/// Error: the queue pair cannot carry a link, because of [`MIN_BUFFER`] or [`MIN_BUFFERS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("receive buffers too few or too small")]
 pub struct Unusable;
 
-/// The attention word by which a cursor notifies the engine. It names no waiter.
+/// The wake-up word by which a cursor notifies the engine. It names no waiter.
 pub const ENGINE: Wake = Wake(1 << 31);
 
 /// The service thread's waiter.
 const SERVICE: WaiterId = WaiterId(0);
 
-/// The functions by which the engine reaches the waiters of this process. None of them may wait, or call the end.
+/// The functions by which the engine reaches the waiters of this process. No function may wait, or call the end.
 pub trait Local: Send + Sync {
     /// Returns the sleep flag of this process's `waiter`.
     fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag>;
 
-    /// Wakes the thread that sleeps on the doorbell of this process's `waiter`, or that next begins to.
+    /// Wakes the thread that sleeps on the doorbell of this process's `waiter`, or the next thread that begins to.
     fn ring(&self, waiter: WaiterId);
 
     /// Reports that a stream was put into the ready queue of `waiter`. The waiter is rung afterwards if it sleeps.

@@ -1,6 +1,7 @@
 //! The byte ring of one direction of a stream: single producer, single consumer, in the receiver's arena. Beside the
-//! bytes lie the words by which each side asks the other for a wake-up. This module wakes no thread and allocates no
-//! ring memory. It does not interpret attention words either: it returns a nonzero [`Wake`] to the caller.
+//! bytes lie the *wake-up words*, by which each side names the waiters that the other side has to wake. This module
+//! wakes no thread and allocates no ring memory. It does not interpret the wake-up words either: it returns a nonzero
+//! [`Wake`] to the caller.
 //!
 //! # Positions
 //! A position counts the bytes of the direction from its beginning and never wraps. The byte at position p lies at `p &
@@ -9,11 +10,11 @@
 //! writes can move it. A value that the peer publishes is copied, then validated; a bad one is a [`Violation`].
 //!
 //! # Cache lines
-//! The direction's block has one line that the producer writes and one that the consumer writes (`DirectionBlock`).
-//! For each message the producer writes its own line (`tail`) and the payload, and reads the consumer's line
-//! (`want_data`). The consumer's line stays shared in the producer's cache, because the consumer writes it only when it
-//! arms or when a quarter of the ring is unpublished. So a ping-pong of spinning sides moves two lines for each
-//! direction.
+//! The direction's block has one line that the producer writes and one that the consumer writes (`DirectionBlock`). For
+//! each message the producer writes its own line (`tail`) and the payload, and reads the consumer's line (`want_data`).
+//! The consumer writes its line only when it sets `want_data` (*arms* it) before a sleep, or when a quarter of the ring
+//! is unpublished. So that line stays shared in the producer's cache, and a ping-pong of spinning sides moves two lines
+//! for each direction.
 //!
 //! # No lost wake-up
 //! W1. `want_data` is set by the consumer and swapped to 0 by the producer; `want_space` the other way round. The side
@@ -43,11 +44,11 @@
 //! the program at the other end does not read. The producer switches to the reserve as to any other ring, with the next
 //! generation, but publishes how much of its beginning it uses (`Adopted`). The producer itself gets memory for the
 //! reserve, piece by piece before it writes, so its process is charged for that memory. A producer that gets no memory
-//! is [starved](Producer::is_starved). Reading frees no part of the reserve that the producer has not been at yet, so a
-//! starved producer has to end the direction. The producer takes the reserve only once it knows that the consumer has
-//! come to the current ring, so that two rings hold all that is in flight. The consumer may be offering another ring at
-//! that moment. This other offer's generation does not follow the reserve's, so the producer leaves the offer alone and
-//! the consumer withdraws it.
+//! is [starved](Producer::is_starved). Reading frees no part of the reserve to which the producer has not written yet,
+//! so a starved producer has to end the direction. The producer takes the reserve only once it knows that the consumer
+//! has come to the current ring, so that two rings hold all that is in flight. The consumer may be offering another
+//! ring at that moment. This other offer's generation does not follow the reserve's, so the producer leaves the offer
+//! alone and the consumer withdraws it.
 //!
 //! # A bound
 //! A bound on the unread bytes may be less than the ring holds ([`Producer::set_bound`]). The producer treats a bound
@@ -58,9 +59,9 @@
 //! # Who ends a direction
 //! Either side may end a direction, once. The producer does so with an [`EndMark`]. The consumer does so if it
 //! [stops](Consumer::stop) reading in the middle and wants the rest sent again on TCP. Both set the word `end` from 0
-//! by compare-and-swap, so exactly one of them succeeds, and the other learns of it. If the producer succeeded, the
-//! consumer drains the ring. If the consumer succeeded, the producer sends the unread bytes again. Never do both
-//! happen.
+//! by compare-and-swap, so exactly one of them succeeds, and the other side learns of it. If the producer succeeded,
+//! the consumer drains the ring. If the consumer succeeded, the producer sends the unread bytes again. The two never
+//! happen together.
 
 use crate::fabric::layout::Region;
 pub use crate::fabric::ring::block::{DirectionBlock, EndMark, RxFlags, Wake};
@@ -77,13 +78,13 @@ pub(super) mod proxy;
 #[cfg(test)]
 mod tests;
 
-/// The consumer has [stopped](Consumer::stop): the [unread](Producer::unread) bytes are sent again over TCP, before any
-/// later ones.
+/// Error: the consumer has [stopped](Consumer::stop). The [unread](Producer::unread) bytes are sent again over TCP,
+/// before any later ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the reader has stopped")]
 pub struct Stopped;
 
-/// The producer has [ended](Producer::end) the direction: the consumer can only drain it.
+/// Error: the producer has [ended](Producer::end) the direction, so the consumer can only drain it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the direction has its end mark")]
 pub struct Ended;

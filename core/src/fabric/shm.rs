@@ -28,8 +28,8 @@ pub trait Outside {
     /// Sends a message, as [`LinkEnd::send`] does.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Wakes the thread that sleeps as the peer's `waiter`, or that next begins to. Uses the peer's `page` if that is
-    /// enough.
+    /// Wakes the thread that sleeps as the peer's `waiter`, or the next thread that begins to. Uses the peer's `page`
+    /// if that is enough.
     fn ring(&self, waiter: WaiterId, page: &FlagPage);
 }
 

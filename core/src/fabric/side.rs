@@ -20,8 +20,8 @@ use crate::lock::Lock;
 use crate::os::memfd::{Access, Extent, Mapping, PAGE};
 use crate::sparse::Sparse;
 
-/// The arena of one side, as mapped in this process: as a whole ([`anonymous`](Self::anonymous)), or as far as it is
-/// used ([`blank`](Self::blank)). A value of either kind holds one arena after another.
+/// The arena of one end of a link, as mapped in this process: as a whole ([`anonymous`](Self::anonymous)), or as far as
+/// it is used ([`blank`](Self::blank)). A value of either kind holds one arena after another.
 ///
 /// Threads access the groups without a lock, so the groups keep their addresses from one arena to the next. Then a
 /// thread that is late with a wake-up for an earlier link does no harm.
@@ -32,11 +32,11 @@ pub struct Side {
     whole: Option<Whole>,
 }
 
-/// The mappings of an arena that is mapped as a whole.
+/// The mappings of an arena that is mapped as a whole, without the segments that grow.
 struct Whole {
     /// The mapping of the groups; in tests it may be the mapping of the whole arena.
     groups: Mapping,
-    /// The data area's mapping, if it is separate and mapped.
+    /// The data area's mapping. `None` if there is none yet, or if the data area lies in `groups`.
     data: Lock<Option<Mapping>>,
 }
 
@@ -68,8 +68,8 @@ impl Side {
         Self::default()
     }
 
-    /// Maps the beginning of the arena in the file `fd`, which has this layout and keeps its size. Other calls map more
-    /// when it is used. To be called while the side holds no arena.
+    /// Maps the beginning of the arena in the file `fd`, which has this layout and keeps its size. Later calls map more
+    /// as it is used. Called while the side holds no arena.
     pub fn show(&self, fd: BorrowedFd<'_>, layout: &Layout) -> Result<(), Errno> {
         self.groups.show(fd, 0, layout::DATA_OFFSET)?;
         let data = layout::DATA_OFFSET as u64;
@@ -209,7 +209,8 @@ impl Side {
         }
     }
 
-    /// Returns whether a stream is queued for a waiter of the arena's owner, and no thread is about to remove it.
+    /// Returns whether a stream is queued for a waiter of the arena's owner. A stream that a thread has begun to remove
+    /// does not count.
     pub(super) fn has_ready(&self, waiter: WaiterId) -> bool {
         self.queue(waiter)
             .is_some_and(|queue| !ReadyCursor::default().is_idle(&queue))
@@ -351,7 +352,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         self.total.load(Acquire)
     }
 
-    /// Returns the address of the byte at `offset`, which lies in the part; `None` if the byte is not mapped.
+    /// Returns the address of the byte at `offset` of the part; `None` if this byte is not mapped yet.
     #[inline]
     pub(super) fn at(&self, offset: usize) -> Option<NonNull<u8>> {
         let k = segment_of::<UNIT>(offset);
@@ -407,7 +408,8 @@ impl<const UNIT: usize> Segments<UNIT> {
                 HELD.fetch_sub(bytes, AcqRel);
             })?;
             self.held.fetch_add(bytes, AcqRel);
-            // If the segment before cannot be accessed, this one cannot either.
+            // The mapping has the access rights of the segment before. So only the first held segment has to be shut
+            // here.
             if next == self.live.load(Acquire) as usize {
                 // SAFETY: the segment was mapped above, and no other code has its address.
                 unsafe { extent.shut() }?;
@@ -429,7 +431,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(made)
     }
 
-    /// Returns whether the `length` bytes from `offset` on lie in one segment. A ring that a peer offers has to.
+    /// Returns whether the `length` bytes from `offset` on lie in one segment. Each ring that a peer offers has to lie
+    /// in one.
     pub(super) fn is_piece(&self, offset: usize, length: usize) -> bool {
         let end = offset.checked_add(length).filter(|end| *end <= self.total());
         end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
@@ -447,7 +450,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         extent.punch_hole(at..at + length)
     }
 
-    /// Unmaps the file, but keeps the addresses for the next one.
+    /// Unmaps the file, but keeps the addresses for the next file.
     fn neutralise(&self) {
         self.forget();
         for (k, extent) in self.extents() {

@@ -1,7 +1,7 @@
-//! The waiters that can be woken through a link: their numbers, the attention words that name them, and the page by
-//! which an instance's waiters sleep ([`FlagPage`]). Also the threads that sleep in the kernel when the socket that
-//! they wait for moves to the library ([`Onlookers`], [`Gate`]), and the threads that share the polling of one
-//! descriptor ([`Pollers`]). Other modules assign numbers to threads, and make doorbells.
+//! The waiters that can be woken through a link: their numbers, the wake-up words that name them, and the page by which
+//! an instance's waiters sleep ([`FlagPage`]). Also the threads that sleep in the kernel when the socket that they wait
+//! for moves to the library ([`Onlookers`], [`Gate`]), and the threads that share the polling of one descriptor
+//! ([`Pollers`]). Other modules assign numbers to threads, and make doorbells.
 //!
 //! A thread that sleeps in one call sleeps on a futex in the page. Peers map the page read only: they can wake the
 //! thread and do nothing else, since they cannot change the word that the thread compares. So a peer's wake-up is lost
@@ -43,7 +43,7 @@ pub const FLAGS_BYTES: u64 = (BELLS_OFFSET + MAX_WAITERS as usize * size_of::<At
 #[cfg(not(loom))]
 const TRIES: u32 = 8;
 
-/// The part of an attention word that names a sleeper; the rest names a ready queue.
+/// The part of a wake-up word that names a sleeper, to be woken directly. The rest names a waiter by its ready queue.
 pub const SLEEPER_MASK: u32 = 0x0000_ffff;
 
 /// The number of a waiter, the same on all links of an instance. Waiters with numbers below `READY_QUEUES` have a ready
@@ -52,7 +52,7 @@ pub const SLEEPER_MASK: u32 = 0x0000_ffff;
 pub struct WaiterId(pub u16);
 
 impl WaiterId {
-    /// Returns the number for a word in which 0 stands for no waiter.
+    /// Returns the number plus one, for a word in which 0 names no waiter.
     pub fn to_word(self) -> u32 {
         u32::from(self.0) + 1
     }
@@ -65,8 +65,8 @@ impl WaiterId {
             .map(Self)
     }
 
-    /// Returns the part of an attention word that asks for an entry in this waiter's ready queue; 0 if the waiter has
-    /// no queue.
+    /// Returns the part of a wake-up word that asks for an entry in this waiter's ready queue; 0 if the waiter has no
+    /// queue.
     pub fn queue_bits(self) -> u32 {
         if u32::from(self.0) < READY_QUEUES {
             self.to_word() << 16
@@ -75,7 +75,7 @@ impl WaiterId {
         }
     }
 
-    /// Returns the part of an attention word that asks for this waiter's doorbell alone.
+    /// Returns the part of a wake-up word that asks to wake this waiter, without an entry in a ready queue.
     pub fn sleeper_bits(self) -> u32 {
         self.to_word()
     }
@@ -85,12 +85,12 @@ impl WaiterId {
         self.0 < POLLING
     }
 
-    /// Decodes the `queue_bits` of a whole attention word; `None` if they name no waiter.
+    /// Decodes the `queue_bits` of a whole wake-up word; `None` if they name no waiter.
     pub fn of_queue(word: u32) -> Option<Self> {
         Self::from_word(word >> 16)
     }
 
-    /// Decodes the `sleeper_bits` of a whole attention word; `None` if they name no waiter.
+    /// Decodes the `sleeper_bits` of a whole wake-up word; `None` if they name no waiter.
     pub fn of_sleeper(word: u32) -> Option<Self> {
         Self::from_word(word & SLEEPER_MASK)
     }
@@ -147,10 +147,11 @@ impl FlagPage {
         (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<AtomicU32>() })
     }
 
-    /// Returns the value of the futex of one of this instance's waiters. The waiter reads it before it checks any
-    /// reason not to sleep, and passes it to the sleep on [`Self::futex`]. The value is never 0, because a fork child
-    /// [finds 0 there](Self::after_fork). The kernel may restart in the child a sleep that the fork has interrupted.
-    /// That sleep ends at once, since 0 is another value; no thread would end a sleep on 0.
+    /// Returns the ticket of one of this instance's waiters: the value of its futex. The waiter reads the ticket before
+    /// it checks any reason not to sleep, and passes it to the sleep on [`Self::futex`]. The ticket is never 0, because
+    /// the kernel may restart a sleep in a fork child that the fork has interrupted. The child [finds
+    /// 0](Self::after_fork) in the futex, so a sleep with another ticket ends at once. No thread would end a sleep on
+    /// 0.
     pub fn ticket(&self, id: WaiterId) -> u32 {
         let Some(bell) = self.bell(id) else { return 1 };
         match bell.load(SeqCst) {
@@ -176,7 +177,7 @@ impl FlagPage {
     }
 
     /// Wakes a peer's waiter that sleeps on its futex. Returns false if the waiter's flag is raised and no thread
-    /// sleeps there.
+    /// sleeps on the futex.
     pub fn wake(&self, id: WaiterId) -> bool {
         let (Some(flag), Some(bell)) = (self.flag(id), self.bell(id)) else {
             return true;
@@ -190,9 +191,9 @@ impl FlagPage {
 // checks whether the kernel still serves its socket. A thread that moves a socket publishes the move, then checks for
 // sleepers ([`crate::sync`]).
 
-/// A set of sockets, which are named by their slots. The set may contain too many: one bit stands for all slots that
-/// are equal modulo 64. So a sleeping thread costs one exchange however many sockets it polls. A thread that is woken
-/// in vain checks its sockets once more.
+/// A set of sockets, which are named by their slots. One bit stands for all slots that are equal modulo 64, so the set
+/// may seem to have sockets that were not added. In return a sleeping thread costs one exchange however many sockets it
+/// polls. A thread that is woken in vain checks its sockets once more.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Slots(u64);
 

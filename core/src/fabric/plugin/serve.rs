@@ -13,8 +13,8 @@ use crate::fabric::plugin::{
 use crate::fabric::remote::qp::{Completed, Read, Region, Role, Write};
 use crate::sync::{AtomicU64, Attention, Ordering, Published};
 
-/// Stores the address of the plugin's table in `table`. Both that table and the host's live as long as the process.
-/// Returns 0, or a negative errno.
+/// Stores the address of the plugin's table in `table`. `host` is the table of the library's functions. Both tables
+/// live as long as the process. Returns 0, or a negative errno.
 pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
 
 /// The functions that a plugin implements. The [`Plugin`] table describes how the library uses them.
@@ -205,8 +205,8 @@ macro_rules! functions {
     };
 }
 
-// All functions below rely on the contract of `Plugin`: pointers are null or valid during the call, and handles are
-// those that the plugin has returned. Each connection is used as `Plugin` describes.
+// All functions below rely on the contract of `Plugin`: a pointer is null or valid during the call, and a handle is one
+// that the plugin has returned. Each connection is used as `Plugin` describes.
 functions! {
     /// The functions of the plugin that the library calls. Any thread may call the functions that have no connection.
     /// For one connection, one thread at a time calls `poll`, one thread at a time calls `write`, `read`, `send` and
@@ -215,15 +215,15 @@ functions! {
 
     /// Returns 0 if a device has this local address; -ENODEV if none has.
     fn device<P>(local: *const Address) -> i32 {
-        // SAFETY: the pointer is as described above.
+        // SAFETY: the pointer is valid by the contract of `Plugin`.
         P::device(unsafe { local.as_ref() }.ok_or(INVALID)?)
     }
 
     /// Listens at a local address; with port 0 the system chooses the port.
     fn listen<P>(local: *const Address, out: *mut *mut Listener, port: *mut u16, fd: *mut c_int) -> i32 {
-        // SAFETY: the pointer is as described above.
+        // SAFETY: the pointer is valid by the contract of `Plugin`.
         let listener = P::listen(unsafe { local.as_ref() }.ok_or(INVALID)?)?;
-        // SAFETY: the pointers are as described above.
+        // SAFETY: the pointers are valid by the contract of `Plugin`.
         unsafe {
             put(port, listener.port())?;
             put(fd, listener.fd())?;
@@ -238,7 +238,7 @@ functions! {
         let listener = unsafe { listener.cast::<P::Listener>().as_ref() }.ok_or(INVALID)?;
         let Incoming { conn, private } = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
         let conn = give::<P>(conn);
-        // SAFETY: the pointer is as described above.
+        // SAFETY: the pointer is valid by the contract of `Plugin`.
         unsafe { put(out, Request { conn, private }) }
     }
 
@@ -267,7 +267,7 @@ functions! {
         if private_len > PRIVATE_BYTES {
             return Err(INVALID);
         }
-        // SAFETY: the pointers are as described above.
+        // SAFETY: the pointers are valid by the contract of `Plugin`.
         unsafe {
             let (local, remote) = (local.as_ref().ok_or(INVALID)?, remote.as_ref().ok_or(INVALID)?);
             let private = bytes(private, private_len)?;
@@ -279,7 +279,7 @@ functions! {
 
     /// Accepts a request. The connection is up when `state` returns 1. `beside` is as in `connect`.
     fn accept<P>(conn: *mut Conn, private: *const u8, private_len: usize, beside: *mut Conn) -> i32 {
-        // SAFETY: the pointers are as described above.
+        // SAFETY: the pointers are valid by the contract of `Plugin`.
         unsafe {
             let beside = beside.cast::<P::Conn>().as_ref();
             connection::<P>(conn)?.accept(bytes(private, private_len)?, beside)
@@ -297,27 +297,27 @@ functions! {
 
     /// Stores the [`Info`] of a connection.
     fn info<P>(conn: *mut Conn, out: *mut Info) -> i32 {
-        // SAFETY: the pointers are as described above.
+        // SAFETY: the pointers are valid by the contract of `Plugin`.
         unsafe { put(out, connection::<P>(conn)?.info()?) }
     }
 
     /// Processes events of the connection. Returns 0 if it is not up yet, 1 if it is up, and a negative errno if it has
     /// ended for that reason.
     fn state<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as described above.
+        // SAFETY: the handle is valid by the contract of `Plugin`.
         Ok(unsafe { connection::<P>(conn) }?.state())
     }
 
     /// Registers memory, as [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register) does.
     fn register<P>(conn: *mut Conn, at: *mut c_void, len: usize, role: Role, out: *mut Region) -> i32 {
-        // SAFETY: the pointers are as described above; the memory is as `QueuePair::register` demands.
+        // SAFETY: the pointers are valid by the contract of `Plugin`; the memory is as `QueuePair::register` demands.
         unsafe { put(out, connection::<P>(conn)?.register(at, len, role)?) }
     }
 
     /// Deregisters memory by its handle, as [`QueuePair::deregister`](crate::fabric::remote::qp::QueuePair::deregister)
     /// does.
     fn deregister<P>(conn: *mut Conn, handle: u64) -> i32 {
-        // SAFETY: the handle is as described above.
+        // SAFETY: the handle is valid by the contract of `Plugin`.
         unsafe { connection::<P>(conn)? }.deregister(handle);
         Ok(())
     }
@@ -325,28 +325,30 @@ functions! {
     /// Posts a WRITE, as [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write) does. Returns -EAGAIN if the
     /// queue is full. `immediate` is null, or points to the immediate in host byte order.
     fn write<P>(conn: *mut Conn, write: *const Write, immediate: *const u32) -> i32 {
-        // SAFETY: the pointers and the handle are as described above; the source is as `QueuePair::write` demands.
+        // SAFETY: the pointers and the handle are valid by the contract of `Plugin`; the source is as
+        // `QueuePair::write` demands.
         unsafe { connection::<P>(conn)?.write(write.as_ref().ok_or(INVALID)?, immediate.as_ref().copied()) }
     }
 
     /// Posts a READ, as [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read) does. Returns -EAGAIN if the
     /// queue is full.
     fn read<P>(conn: *mut Conn, read: *const Read) -> i32 {
-        // SAFETY: the pointer and the handle are as described above; the target is as `QueuePair::read` demands.
+        // SAFETY: the pointer and the handle are valid by the contract of `Plugin`; the target is as `QueuePair::read`
+        // demands.
         unsafe { connection::<P>(conn)?.read(read.as_ref().ok_or(INVALID)?) }
     }
 
     /// Posts a message, as [`QueuePair::send`](crate::fabric::remote::qp::QueuePair::send) does. Returns -EAGAIN if the
     /// queue is full.
     fn send<P>(conn: *mut Conn, message: *const u8, len: usize) -> i32 {
-        // SAFETY: the handle and the message are as described above.
+        // SAFETY: the handle and the message are valid by the contract of `Plugin`.
         unsafe { connection::<P>(conn)?.send(bytes(message, len)?) }
     }
 
     /// Posts a probe, as [`QueuePair::probe`](crate::fabric::remote::qp::QueuePair::probe) does. Returns -EAGAIN if it
     /// may not be posted yet.
     fn probe<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as described above.
+        // SAFETY: the handle is valid by the contract of `Plugin`.
         unsafe { connection::<P>(conn)? }.probe()
     }
 
@@ -357,7 +359,7 @@ functions! {
         context: *mut c_void,
         each: unsafe extern "C" fn(context: *mut c_void, completion: *const Completion),
     ) -> i32 {
-        // SAFETY: the handle is as described above.
+        // SAFETY: the handle is valid by the contract of `Plugin`.
         let count = unsafe { connection::<P>(conn)? }.poll(&mut |done| {
             let (kind, immediate, bytes, len) = match done {
                 // The message fits a receive buffer, so its length fits `u32`.
@@ -375,13 +377,13 @@ functions! {
 
     /// Arms the completion fd, as [`QueuePair::arm`](crate::fabric::remote::qp::QueuePair::arm) does.
     fn arm<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as described above.
+        // SAFETY: the handle is valid by the contract of `Plugin`.
         unsafe { connection::<P>(conn)? }.arm()
     }
 
     /// Begins to end the connection. After that `state` reports at both ends that the connection has ended.
     fn disconnect<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is as described above.
+        // SAFETY: the handle is valid by the contract of `Plugin`.
         unsafe { connection::<P>(conn)? }.disconnect();
         Ok(())
     }
@@ -393,7 +395,7 @@ functions! {
         Ok(())
     }
 
-    /// Forgets all handles in a fork child, before any other call there. Does not access the device. The host closes
+    /// Forgets all handles in a fork child, before any other call there. Does not access the device. The library closes
     /// the inherited fds.
     fn after_fork<P>() -> i32 {
         P::after_fork();
@@ -442,7 +444,7 @@ pub struct Turn {
     pub slot: usize,
     /// Whether the work request has to ask for a completion.
     pub signal: bool,
-    /// The request's number plus one. When it is complete, this many requests are.
+    /// The request's number plus one: the number of requests that are complete when this one is.
     pub frees: u64,
     /// The bytes of all requests posted, including this one.
     bytes: u64,

@@ -1,6 +1,7 @@
-//! The bulk queue pair of a link between hosts. It carries the transfers straight into the memory of programs, and the
-//! PLACED records behind them. A refused access ends the bulk queue pair and nothing else (docs/protocol.md, P90);
-//! another one may replace it. Also the end's calls for these transfers. `pump.rs` decides what the queue pair carries.
+//! The bulk queue pair of a link between hosts. It carries the transfers straight into and out of the memory of
+//! programs (`put.rs`, `get.rs`). PLACED records follow the WRITEs on it. A refused access ends the bulk queue pair and
+//! nothing else (docs/protocol.md, P90); another one may replace it. Also the end's calls for these transfers.
+//! `pump.rs` decides what the queue pair carries.
 
 use std::collections::VecDeque;
 
@@ -175,7 +176,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 engine.means.bulk = qp.take().map(Bulk::new);
             }
         });
-        // This arms it for the first time. Later it is armed whenever the link's own queue pair is.
+        // This arms the bulk queue pair for the first time. Later it is armed whenever the link's own queue pair is.
         let _ = self.run(ARM | POLL | PUMP);
         qp
     }

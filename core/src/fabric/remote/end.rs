@@ -1,5 +1,6 @@
 //! An end of a link between hosts: its calls, and which thread does the work. The engine does the work itself
-//! (`engine.rs`). `bulk.rs` has the calls for transfers that bypass the rings.
+//! (`engine.rs`). `bulk.rs` has the calls for transfers that bypass the rings. A *head* is the position up to which a
+//! program has read.
 //!
 //! # Threads
 //! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for nothing that
@@ -229,8 +230,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.owes.is_asked()
     }
 
-    /// Returns whether a work request was posted that is not proven to have arrived. The thread of waiter 0 calls this.
-    /// After the call, waiter 0 is woken only for a watch that begins later.
+    /// Returns whether the watch on the peer's device is on: a work request was posted that is not proven to have
+    /// arrived. The thread of waiter 0 calls this. After the call, waiter 0 is woken only for a watch that begins
+    /// later.
     pub fn is_watched(&self) -> bool {
         if self.shared.watch_unseen.load(Relaxed) {
             self.shared.watch_unseen.publish(false);

@@ -48,8 +48,8 @@ pub(super) struct Engine<Q> {
     pub streams: Streams,
     pub means: Means<Q>,
     pub inbox: VecDeque<Message>,
-    /// The sweep of [`Shared::dirty`]. `lazy` has the streams whose heads are held back, by the peer's number, and its
-    /// sweep.
+    /// The position of the sweep of `Shared::dirty`. `lazy` is the queue of streams whose heads (how far a program has
+    /// read) are held back, by the peer's number, with the position of its own sweep.
     pub sweep: ReadyCursor,
     pub lazy: (PrivateQueue, ReadyCursor),
     /// The peer's number of the stream whose turn stopped because a credit or room was missing.

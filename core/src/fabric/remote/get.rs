@@ -1,9 +1,9 @@
 //! READs from the memory of a sending program, between hosts (docs/protocol.md, P96–P99): the rules of one direction,
-//! which are pure, and the engine's part. A loan is memory of a sending program. The reader's device reads it into the
-//! reader's ring, or into the buffer of the reader's program. The local program lends memory ([`Loans`]), or the peer's
-//! program does ([`Takings`]). Positions are exact, as for direct transfers (`put.rs`): while a loan is open no other
-//! record of the direction is sent, and TAKEN reports up to which position the bytes went by the loan. `bulk.rs` has
-//! the queue pair.
+//! which are pure, and the engine's part. A *loan* is memory of a sending program, which the record SOURCE announces.
+//! The reader's device reads it into the reader's ring, or into the buffer of the reader's program. The record TAKEN
+//! ends the loan. The local program lends memory ([`Loans`]), or the peer's program does ([`Takings`]). Positions are
+//! exact, as for direct transfers (`put.rs`): while a loan is open no other record of the direction is sent, and TAKEN
+//! reports up to which position the bytes went by the loan. `bulk.rs` has the queue pair.
 
 use crate::fabric::remote::bulk::Asked;
 use crate::fabric::remote::engine::{Engine, Means};
@@ -38,7 +38,7 @@ impl Loans {
         self.told = self.untold.take().or(self.told);
     }
 
-    /// Returns the position up to which the peer may have read; `None` if SOURCE was not sent.
+    /// Returns the position up to which the peer's device may have read; `None` if SOURCE was not sent.
     pub(super) fn reach(&self) -> Option<u64> {
         self.told.map(|loan| loan.end())
     }
@@ -134,8 +134,8 @@ impl Takings {
         }
     }
 
-    /// Returns the serial for TAKEN once no more bytes can come, because all READs have brought their bytes, up to
-    /// `tail`. The local program has read up to `head`.
+    /// Returns the serial for TAKEN if no more bytes can come, because all READs have brought their bytes, up to
+    /// `tail`; otherwise `None`. The local program has read up to `head`.
     pub(super) fn answer(&self, tail: u64, head: u64) -> Option<Serial> {
         let Taking {
             loan,

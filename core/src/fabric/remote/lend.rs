@@ -1,9 +1,9 @@
 //! Send buffers: rings of this end to which a producer moves when the peer's ring has no room. The peer does not know
 //! of them. As its ring gets room, `pump.rs` carries the bytes of a buffer over to that ring, at the same positions.
 //!
-//! A stream has at most one buffer. Its producer moves to the buffer, and back when the peer has read all bytes. It
-//! moves under its own lock and the engine's, so that producer and engine know at the same moment where the next byte
-//! is. A buffer is free when its bytes have been read, or when the peer has closed the stream.
+//! A stream has at most one buffer. Its producer moves to the buffer, and back when the peer has read all bytes. Each
+//! move is made under the producer's lock and the engine's, so that producer and engine know at the same moment where
+//! the next byte is. A buffer is free when its bytes have been read, or when the peer has closed the stream.
 
 use crate::fabric::arena::Arena;
 use crate::fabric::layout::{PAGE_LOG2, Region};

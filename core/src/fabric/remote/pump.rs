@@ -4,8 +4,9 @@
 //! waits, and the stream whose turn it was goes on from there.
 //!
 //! A stream's turn sends the records of its local consumer ([`Means::control`]), then the records of its local producer
-//! ([`Means::data`]). Bytes for a buffer with which the peer's program waits are written straight into that buffer
-//! ([`Means::direct`]).
+//! ([`Means::data`]). Some bytes bypass the rings. Bytes for an *advert*, a buffer with which the peer's program waits,
+//! are written straight into that buffer, and PLACED follows them ([`Means::direct`]). Bytes of a *loan*, memory of the
+//! local program, are read by the peer's device between SOURCE and TAKEN.
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -70,7 +71,8 @@ impl<Q: QueuePair> Engine<Q> {
     /// Sends the messages of the side channel, each behind the state of its stream that the peer needs first.
     fn messages<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         let Some(mut outbox) = g.outbox.lock() else {
-            // This thread was interrupted while it queued a message. It pumps afterwards.
+            // The lock is free of other threads, so this is a signal handler that has interrupted its own thread while
+            // that queued a message. The interrupted call sends the messages afterwards.
             return Ok(());
         };
         while let Some(message) = outbox.front() {
@@ -152,7 +154,7 @@ impl<Q: QueuePair> Means<Q> {
         inc.settle |= inc.landings.untold().is_some();
         let view = block.watch_consumer(ENGINE.0);
         let taken = inc.takings.answer(inc.tail, view.head);
-        // Sends the head too: the peer need not keep bytes that it knows were read.
+        // The head is sent with TAKEN, so that the peer does not keep bytes that were read.
         inc.settle |= taken.is_some();
         if view.offer != inc.told.offer {
             let offer = Offer::unpack(view.offer);
@@ -252,7 +254,8 @@ impl<Q: QueuePair> Means<Q> {
                     out.targets.drop_open();
                     return Ok(Turn::Full);
                 }
-                // `direct` below makes the lender put the bytes into the mirror.
+                // SOURCE cannot be sent, so the loan is dropped. `direct` then makes the lending call put the bytes
+                // into the mirror.
                 out.loans.untold = None;
             }
             if let Some(turn) = self.direct(g, out, (mine, theirs), view.tail, &mut left) {
@@ -352,7 +355,7 @@ impl<Q: QueuePair> Means<Q> {
     }
 
     /// Sends the number of windows that were too small, if it has changed. The number is `counted` by the local
-    /// producer, plus the stalls of bytes written aside.
+    /// producer, plus how often bytes written aside, into a send buffer, found no room in the peer's ring.
     fn tell_limited<L: Local>(
         &mut self,
         g: &Shared<Q, L>,
@@ -437,7 +440,7 @@ impl<Q: QueuePair> Means<Q> {
             } else if written == 0 {
                 break;
             }
-            // All WRITEs are posted for which the advert is of use, so PLACED follows.
+            // No more WRITEs go to this buffer, so PLACED follows.
             if let Some(answer) = out.targets.finish() {
                 out.on_direct(answer.tail);
                 self.is_lost |= bulk.answer(theirs, answer).is_err();
@@ -445,7 +448,7 @@ impl<Q: QueuePair> Means<Q> {
             return Some(Turn::Full);
         }
         out.targets.drop_open();
-        // The bytes go by the ring, if the mirror has them. Otherwise the lender has to put them into the mirror.
+        // The bytes go by the ring, if the mirror has them. Otherwise the lending call has to put them into the mirror.
         let position = out.placed;
         let source = out.targets.source.as_mut();
         let source = source.filter(|s| s.covers(position) && position < tail)?;

@@ -1,9 +1,12 @@
 //! WRITEs straight into the memory of programs, between hosts (docs/protocol.md, P90–P95): the rules of one direction,
-//! which are pure, and the engine's part. A buffer is memory with which a receiving program waits: the local program
-//! ([`Landings`]), or the peer's ([`Targets`]). Positions are exact: a buffer stands for the bytes from the position at
-//! which its ring was empty. The sender uses the buffer only if it has announced no byte beyond that position. The
-//! receiver's own device uses it for memory that the sender lends from that position on (P97). `pump.rs` posts the
-//! WRITEs, `get.rs` the READs, and `bulk.rs` has the queue pair.
+//! which are pure, and the engine's part.
+//!
+//! A receiving program may wait with a *buffer*. Its end announces the buffer by an *advert*. The sender's device
+//! writes into the buffer, and the sender's end answers the advert by PLACED. At the receiving end the buffer is a
+//! *landing* ([`Landings`]), at the sending end a *target* ([`Targets`]). Positions are exact: a buffer stands for the
+//! bytes from the position at which its ring was empty. The sender uses the buffer only if it has announced no byte
+//! beyond that position. The receiver's own device reads into the buffer if the sender lends memory (a *loan*) from
+//! that position on (P97). `pump.rs` posts the WRITEs, `get.rs` the READs, and `bulk.rs` has the queue pair.
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
@@ -15,7 +18,7 @@ use crate::fabric::remote::shared::{Retired, Shared};
 use crate::fabric::remote::stream::{State, Stream};
 use crate::fabric::remote::{Breach, Fault, Local, SERVICE};
 
-/// A buffer with which the local program waits.
+/// Memory of the local program into which a waiting receive call wants its bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
     /// The address of its first byte.
@@ -87,7 +90,7 @@ impl Landings {
         self.open.is_some_and(|landing| landing.stage != Stage::Own) || self.owed.is_some()
     }
 
-    /// Begins an advert, which has to be sent to the peer.
+    /// Begins an advert. It is sent to the peer later.
     pub(super) fn begin(&mut self, advert: Memory, key: u32) {
         self.open = Some(Landing {
             advert,
@@ -199,8 +202,8 @@ impl Landings {
         Ok((bytes > 0).then_some(tail))
     }
 
-    /// Withdraws an advert, because the program waits no longer. If the peer knows of the advert, PLACED ends it, or
-    /// this withdrawal if it is final. If this end's device reads into the buffer, the transfer ends when the bytes of
+    /// Withdraws an advert, because the program waits no longer. If the peer knows of the advert, PLACED ends it; with
+    /// `is_final` this withdrawal does. If this end's device reads into the buffer, the transfer ends when the bytes of
     /// all posted READs have [come](Self::end_own).
     fn withdraw(&mut self, serial: Serial, is_final: bool) {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {

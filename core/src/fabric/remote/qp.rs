@@ -60,7 +60,7 @@ pub enum Role {
 pub struct Region {
     /// The keys of the memory.
     pub key: Key,
-    /// The provider's name for the memory.
+    /// The plugin's name for the memory.
     pub handle: u64,
 }
 
@@ -109,7 +109,7 @@ pub enum PostError {
     Down,
 }
 
-/// The connection has ended, with the reason as far as it is known (an errno, or 0).
+/// Error: the connection has ended, with the reason as far as it is known (an errno, or 0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the connection is down (errno {0})")]
 pub struct Down(pub i32);

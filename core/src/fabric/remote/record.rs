@@ -30,7 +30,7 @@ kinds! {
     /// | `theirs` | the number that the receiver of the record gave to the stream |
     /// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
     /// | `generation` | counts the rings that were offered one after the other |
-    /// | `end`, `flags`, `word`, `count` | a word of the direction block; in `Tell` an attention word |
+    /// | `end`, `flags`, `word`, `count` | a word of the direction block; in `Tell` a wake-up word |
     /// | `serial` | an advert of the end whose program waits (P91), or a loan of the end whose program sends (P96) |
     /// | `memory` | memory of the program at the record's sender, for WRITEs or READs by the record's receiver |
     /// | `index` | a chunk's place in the data area, in chunks |
@@ -70,7 +70,7 @@ kinds! {
         13 = Tell { theirs: u32, word: u32 };
         /// The reader's program waits with a buffer for the bytes from the memory's position on.
         14 = Advert { theirs: u32, memory: Memory };
-        /// The reader's program waits no longer.
+        /// The reader's program waits no longer with the buffer of an advert.
         15 = Withdraw { theirs: u32, withdrawal: Withdrawal };
         /// All bytes up to `tail` are in the buffer of an advert, which ends with this record. On the bulk queue pair
         /// only.
@@ -146,7 +146,7 @@ pub const MESSAGE_BYTES: usize = 1 + 2;
 /// The bytes of the longest records without a payload, ADVERT and SOURCE: the kind, `theirs` and the memory.
 pub const LONGEST: usize = 1 + 4 + (4 + 8 + 8 + 4 + 4);
 
-/// The bytes are not a message: the header is missing or has another length, or a record is unknown or too long.
+/// Error: the bytes are not a message. The header is missing or has another length, or a record is unknown or too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed message")]
 pub struct Malformed;

@@ -68,7 +68,8 @@ impl Sender {
         self.is_full || !self.has_credit()
     }
 
-    /// Returns a number that grows with each post, each attempt that found the queue full, and each doubt (`doubts`).
+    /// Returns a number that grows with each post, each attempt that found the queue full, and each call of
+    /// `End::doubt`.
     #[inline]
     pub(super) fn done(&self) -> u64 {
         let counts = &self.counts;

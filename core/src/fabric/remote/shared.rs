@@ -58,7 +58,7 @@ pub(super) struct Shared<Q, L> {
     pub tuning: Tuning,
     /// The streams that have something to send, by the peer's number.
     pub dirty: PrivateQueue,
-    /// By the peer's number of a stream: the attention word that has to be sent to the peer for the stream.
+    /// By the peer's number of a stream: the wake-up word that has to be sent to the peer for the stream (TELL).
     pub tells: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
     pub outbox: Lock<VecDeque<QueuedMessage>>,
     /// The number of messages in the inbox.
@@ -141,7 +141,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         word != 0 && cell.fetch_update(SeqCst, SeqCst, merge).is_ok()
     }
 
-    /// Queues stream `mine` for the waiters of this process that an attention word names, and wakes them.
+    /// Queues stream `mine` for the waiters of this process that a wake-up word names, and wakes them.
     pub(super) fn tell_here(&self, after: &mut After, wake: Wake, mine: u32) {
         if let Some(waiter) = WaiterId::of_queue(wake.0)
             && let Some(queue) = self.mine.queue(waiter)
@@ -174,8 +174,8 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 }
 
-/// Merges two attention words of one stream. If they name two different waiters, one word cannot hold both. Then the
-/// service thread is notified, which wakes all of them.
+/// Merges two wake-up words of one stream. If they name two different waiters, one word cannot hold both. Then the word
+/// names the service thread, which wakes all waiters of the stream.
 fn merge_tells(a: u32, b: u32) -> u32 {
     let part = |mask: u32| match (a & mask, b & mask) {
         (0, other) | (other, 0) => Some(other),

@@ -263,8 +263,8 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Sets the engine's attention word, so that the producer's next change notifies the engine. Then reads the words
-    /// of the local producer.
+    /// Sets the engine's wake-up word, so that the producer's next change notifies the engine. Then reads the words of
+    /// the local producer.
     pub(super) fn look(&mut self, block: &DirectionBlock) -> ProducerView {
         let view = block.watch_producer(ENGINE.0);
         self.has_ended = EndMark::from_word(view.end).is_some();

@@ -14,7 +14,8 @@
 //!         all is proven            answered
 //! ```
 //!
-//! While no work request is posted the watch is off, and no thread ticks.
+//! While no work request is posted the watch is off, and no thread ticks. *Done* is a number that grows with every
+//! post, and every attempt at one.
 
 #![forbid(unsafe_code)]
 
@@ -53,7 +54,7 @@ enum Stage {
     },
 }
 
-/// The state of the watch. *Done* is a number that grows with every post, and every attempt at one.
+/// The state of the watch.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     stage: Stage,

@@ -1,10 +1,9 @@
 //! The words that the two sides of a direction share. This file defines their places, the meaning of marks, flags and
-//! attention words, and how an attention word is taken. `ring.rs` describes the order in which the sides write the
-//! words.
+//! wake-up words, and how a wake-up word is taken. `ring.rs` describes the order in which the sides write the words.
 
 use crate::sync::{AtomicU32, AtomicU64, Attention, Ordering, Published};
 
-/// The waiters to wake: the value of an attention word that the other side has set and this side has taken. 0 names no
+/// The waiters to wake: the value of a wake-up word that the other side has set and this side has taken. 0 names no
 /// waiter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "whoever set these bits may be asleep"]
@@ -32,7 +31,7 @@ pub enum EndMark {
 }
 
 impl EndMark {
-    /// Decodes the word `end` of a block. `None` for 0, and for the value of a consumer that has stopped.
+    /// Decodes the word `end` of a block. `None` for 0, and for `STOPPED`, the value of a consumer that has stopped.
     pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
         [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
     }
@@ -60,7 +59,7 @@ pub(super) struct ProducerLine {
     /// 0, an [`EndMark`] or [`STOPPED`]. A mark makes the tail at that time final.
     pub end: Published<AtomicU32>,
     pub want_space: Attention,
-    /// The number of times that the window was too small, modulo 2^32.
+    /// The number of sends for which the window was too small, modulo 2^32.
     pub limited: AtomicU32,
     /// The adopted ring, packed as [`Adopted`]; 0 if there is none.
     pub generation: AtomicU32,

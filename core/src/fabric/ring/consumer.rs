@@ -1,4 +1,4 @@
-//! The receiving side's private cursor of one direction.
+//! The receiving side's private cursor of one direction (`ring.rs`).
 
 use std::ptr::NonNull;
 
@@ -188,8 +188,9 @@ impl Consumer {
         self.theirs().take_want_space()
     }
 
-    /// Asks for a wake-up when there is data: publishes the head, sets `bits` in the attention word, then checks for
-    /// data. The bits stay set even if there is data; other waiters may have set bits in the same word.
+    /// Asks for a wake-up when there is data. Publishes the head, sets `bits`, which name the waiters to wake, in the
+    /// wake-up word `want_data`, then checks for data. The bits stay set even if there is data. Other waiters may have
+    /// set bits in the same word.
     pub fn arm_data(&mut self, bits: u32) -> Result<Armed, RingError> {
         let wake = self.publish();
         self.mine().want_data.arm(bits);
@@ -202,7 +203,7 @@ impl Consumer {
         Ok(Armed { ready, wake })
     }
 
-    /// Withdraws the request of `bits` for wake-ups. A wake-up that is on its way still comes.
+    /// Clears `bits`, which `arm_data` has set, and so withdraws the request. A wake-up that is on its way still comes.
     pub fn disarm_data(&self, bits: u32) {
         self.mine().want_data.disarm(bits);
     }
@@ -367,14 +368,14 @@ impl Consumer {
         self.head
     }
 
-    /// Returns whether the window was too small for the producer since [`heed_limit`](Self::heed_limit) was last
-    /// called.
+    /// Returns whether the window was too small for a send of the producer since [`heed_limit`](Self::heed_limit) was
+    /// last called.
     pub fn producer_limited(&self) -> bool {
         self.theirs().limited.load(Ordering::Relaxed) != self.limited_seen
     }
 
-    /// Returns whether the window was too small for the producer since the last call. The caller is expected to act on
-    /// that.
+    /// Returns whether the window was too small for a send of the producer since the last call. The caller is expected
+    /// to act on that.
     pub fn heed_limit(&mut self) -> bool {
         let now = self.theirs().limited.load(Ordering::Relaxed);
         std::mem::replace(&mut self.limited_seen, now) != now

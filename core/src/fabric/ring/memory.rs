@@ -33,7 +33,7 @@ enum Place {
     Segments(NonNull<DataSegments>),
 }
 
-/// Why a region has no ring.
+/// Why a region cannot be used as a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoRing {
     /// The region is outside the data area: the offer is wrong.
@@ -47,8 +47,8 @@ pub enum NoRing {
 impl DataArea {
     /// Returns the data area of the `len` bytes from `base` on.
     ///
-    /// The bytes are mapped readable and writable for as long as this value or a cursor made from it is used. They lie
-    /// outside every Rust allocation that is accessed through references.
+    /// The caller promises that the bytes stay mapped, readable and writable, for as long as this value or a cursor
+    /// made from it is used. They lie outside every Rust allocation that is accessed through references.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
         let len = if base.is_null() { 0 } else { len };
         let base = NonNull::new(base).unwrap_or(NonNull::dangling());

@@ -1,5 +1,5 @@
-//! The sending side's private cursor of one direction. Also the two ways to make room when the consumer does not read:
-//! a buffer of this end, and the ring that the consumer has in reserve.
+//! The sending side's private cursor of one direction (`ring.rs`). Also the two ways to make room when the consumer
+//! does not read: a buffer of this end, and the ring that the consumer has in reserve.
 
 use std::ptr::NonNull;
 
@@ -58,7 +58,8 @@ pub struct Producer {
     published: u64,
     /// First position in the current ring.
     switch_pos: u64,
-    /// The consumer's `offer` word from which the current ring comes, or that was passed over.
+    /// The consumer's `offer` word from which the current ring comes, or the last one that the producer has passed
+    /// over.
     offer: u64,
     /// The generation of the current ring.
     generation: u32,
@@ -138,8 +139,8 @@ impl Producer {
         unsafe { &self.block.as_ref().consumer }
     }
 
-    /// Returns all free pieces. Reads the consumer's line only if fewer than `want` free bytes are known. If fewer are
-    /// free even then, counts the send as limited by the window.
+    /// Returns all free pieces of the ring. Reads the consumer's line only if fewer than `want` free bytes are known.
+    /// If fewer are free even then, and the bound allows a larger ring, counts the send as limited by the window.
     #[inline(always)]
     pub fn spans(&mut self, want: usize) -> Result<Spans<'_>, RingError> {
         if self.limit - self.tail < want as u64 {
@@ -179,8 +180,8 @@ impl Producer {
         // Releases the payload to the consumer's load of `tail`. Also the publication of W2.
         self.mine().tail.publish(self.tail);
         let wake = self.theirs().take_want_data();
-        // The consumer's line is in the cache anyway, so check for a new offer. With this limit the next `spans` adopts
-        // it.
+        // The consumer's line is in the cache anyway, so this checks it for a new offer. If there is one, the known
+        // free bytes are set to none, so that the next `spans` adopts the offer.
         if self.theirs().offer.load(Ordering::Relaxed) != self.offer {
             self.limit = self.tail;
         }
@@ -219,15 +220,16 @@ impl Producer {
         Ok(self.theirs().take_want_data())
     }
 
-    /// Asks for a wake-up when there is space: sets `bits` in the attention word, then checks. Returns true if there is
-    /// [space](Self::has_space) at this moment, so that the caller must not sleep. The bits stay set even then; other
-    /// waiters may have set bits in the same word.
+    /// Asks for a wake-up when there is space. Sets `bits`, which name the waiters to wake, in the wake-up word
+    /// `want_space`, then checks. Returns true if there is [space](Self::has_space) at this moment: the caller must not
+    /// sleep. The bits stay set even then. Other waiters may have set bits in the same word.
     pub fn arm_space(&mut self, bits: u32) -> Result<bool, RingError> {
         self.mine().want_space.arm(bits);
         self.has_space()
     }
 
-    /// Withdraws the request of `bits` for wake-ups. A wake-up that is on its way still comes.
+    /// Clears `bits`, which `arm_space` has set, and so withdraws the request. A wake-up that is on its way still
+    /// comes.
     pub fn disarm_space(&self, bits: u32) {
         self.mine().want_space.disarm(bits);
     }
@@ -256,7 +258,7 @@ impl Producer {
         RxFlags::from_bits_truncate(self.seen_flags)
     }
 
-    /// Returns how many committed bytes the consumer has, as far as this side knows, not consumed.
+    /// Returns how many committed bytes are not consumed, as far as this side knows.
     pub fn used(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         Ok(self.tail - self.head)
@@ -271,7 +273,8 @@ impl Producer {
         Ok(last.consumed.load(Ordering::Relaxed).clamp(self.head, self.tail))
     }
 
-    /// Returns whether the consumer, whose process has died, has left bytes unread.
+    /// Returns whether the consumer has left bytes unread. For a consumer whose process has died, so that its count is
+    /// final.
     pub fn is_unread(&self) -> bool {
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
@@ -299,7 +302,7 @@ impl Producer {
     #[cfg(not(loom))]
     pub fn can_adopt(&self) -> bool {
         let word = self.theirs().offer.look();
-        // A word that names no ring is an error that `adopt` reports.
+        // A word that names no ring is an error that `adopt` reports, so this returns true.
         Offer::unpack(word).is_none_or(|offer| {
             let region = offer.region;
             self.allowance.reaches(region) && self.area.ring(region) != Err(NoRing::Unmapped)
@@ -307,15 +310,15 @@ impl Producer {
     }
 
     /// Adopts the ring that the consumer offers. Returns false if no ring is on offer, or if the producer passes the
-    /// offer over. `spans` does this by itself. A caller does it for an idle direction whose consumer offers a smaller
-    /// ring.
+    /// offer over. `spans` calls this. Other code calls it for an idle direction whose consumer offers a smaller ring.
     pub fn adopt(&mut self) -> Result<bool, RingError> {
         let word = self.theirs().offer.look();
         if word == self.offer || self.ended {
             return Ok(false);
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
-        // The consumer offered the ring before it knew that the reserve was adopted, and will withdraw the offer.
+        // `is_late`: the consumer has offered the ring before it knew that the reserve was adopted, and will withdraw
+        // the offer.
         let is_late = offer.generation != Offer::next_generation(self.generation);
         if is_late || self.is_too_large(offer.region) || !self.allowance.reaches(offer.region) {
             self.offer = word;
@@ -339,7 +342,8 @@ impl Producer {
         Ok(true)
     }
 
-    /// Returns whether the ring on offer would exceed the program's bound, and the producer can do without it.
+    /// Returns whether the ring on offer would hold more than the program's bound allows, and the producer can do
+    /// without it.
     fn is_too_large(&self, region: Region) -> bool {
         let half = region.len() as u64 / 2;
         let has_others = self.ring.size() >= self.bound || self.has_reserve();
@@ -434,8 +438,8 @@ impl Producer {
     /// Returns a copy of the bytes in flight from position `from` on, which lies between head and tail.
     ///
     /// A correct consumer has read up to the last switch before it offers the next ring. So two rings hold all bytes
-    /// that it can ask for. If the producer writes aside, that buffer is a third. A consumer that breaks the protocol
-    /// could ask for any number of bytes.
+    /// that it can ask for. A producer that writes *aside*, into a buffer of its own end, has that buffer as a third. A
+    /// consumer that breaks the protocol could ask for any number of bytes.
     #[cfg(not(loom))]
     fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
         let [before, first] = self.earlier;
@@ -530,8 +534,8 @@ impl Producer {
         self.aside
     }
 
-    /// Returns log2 of the size that a producer which writes aside may use, within its bound, of a buffer of `1 <<
-    /// log2` bytes. `None` if that is not more than its ring has, or if it cannot move.
+    /// Returns how much of a buffer of `1 << log2` bytes the producer may use within its bound, as log2 of bytes.
+    /// `None` if that is no more than its ring has, or if the producer cannot move.
     pub(in crate::fabric) fn fits_aside(&mut self, log2: u8) -> Option<u8> {
         self.reload().ok()?;
         let may_move = !self.aside && !self.ended && self.ring.size() != 0;
@@ -637,8 +641,8 @@ impl Producer {
         1 << log2 > self.ring.size() && !is_bound
     }
 
-    /// Returns log2 of the size that the producer may use, within its bound, of a ring of `1 << log2` bytes. `None` if
-    /// no power of two is as large as the bound.
+    /// Returns how much of a ring of `1 << log2` bytes the producer may use within its bound, as log2 of bytes. `None`
+    /// if no power of two is as large as the bound.
     fn part_of(&self, log2: u8) -> Option<u8> {
         let part = match self.bound {
             0 => log2,

@@ -1,7 +1,8 @@
-//! The engine's access to a direction block, on a link between hosts. The engine acts for the peer's cursor. In a block
-//! of the mirror it acts for the peer's consumer, and in a block of this end's arena for the peer's producer. It keeps
-//! the rules of a cursor (W1, W2). It publishes and then takes the attention word of the local side. It sets its own
-//! attention word and then reads what the local side has published.
+//! The engine's access to a direction block. The engine carries changes over a link between hosts (`remote.rs`), and
+//! acts here for the cursor at the other host. In a block of the mirror, this end's copy of the peer's arena, it acts
+//! for the peer's consumer. In a block of this end's arena it acts for the peer's producer. It keeps the rules of a
+//! cursor (W1, W2): it publishes and then takes the wake-up word of the local side, and it sets its own wake-up word
+//! and then reads the words of the local side.
 
 use crate::fabric::ring::block::{DirectionBlock, EndMark, STOPPED, Wake};
 use crate::fabric::ring::{Ended, Stopped};
@@ -29,7 +30,8 @@ pub(in crate::fabric) struct ConsumerView {
 }
 
 impl DirectionBlock {
-    /// Acts for the consumer: sets `bits` in `want_data`, then reads the values that the producer has published.
+    /// Acts for the consumer: asks for a wake-up by `bits` in `want_data`, then reads the values that the producer has
+    /// published.
     pub(in crate::fabric) fn watch_producer(&self, bits: u32) -> ProducerView {
         self.consumer.want_data.keep_armed(bits);
         let p = &self.producer;
@@ -47,7 +49,8 @@ impl DirectionBlock {
         }
     }
 
-    /// Acts for the producer: sets `bits` in `want_space`, then reads the values that the consumer has published.
+    /// Acts for the producer: asks for a wake-up by `bits` in `want_space`, then reads the values that the consumer has
+    /// published.
     pub(in crate::fabric) fn watch_consumer(&self, bits: u32) -> ConsumerView {
         self.producer.want_space.keep_armed(bits);
         let c = &self.consumer;

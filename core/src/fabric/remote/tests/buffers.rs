@@ -295,7 +295,7 @@ fn a_producer_that_has_adopted_a_ring_and_not_used_it_comes_back_to_that() {
     world.directions[0].offer(&world.ends, 12);
     world.rest();
     let d = &mut world.directions[0];
-    // A send does this before it finds another way to make room.
+    // A send asks for free pieces of the ring before it moves to a buffer.
     assert!(!d.producer.spans(1).unwrap().is_empty());
     assert!(d.lend(&world.ends, 13));
     let is_back = d.take_back(&world.ends);

@@ -176,7 +176,8 @@ impl Direction {
             end.untaken(self.number, lent.until) > 0
         };
         if is_under_way && end.fault().is_none() {
-            // A writer that has waited in vain does this: no byte reaches the peer from that memory any more.
+            // A writer that has waited in vain gives the bulk queue pair up. After that no byte reaches the peer from
+            // this memory.
             end.drop_bulk();
         }
         end.qp().deregister(lent.region);

@@ -2,10 +2,10 @@
 //! over a queue pair. This file has the counters, faults and settings of an end, and the trait by which an end wakes
 //! the waiters of its process.
 //!
-//! Large bytes can bypass the rings, over a second queue pair, the *bulk queue pair*. An *advert* announces a buffer
-//! with which a receiving program waits. The sender's device writes into it, and the record PLACED says up to which
-//! position. A *loan* is memory of a sending program, announced by the record SOURCE. The reader's device reads it, and
-//! the record TAKEN ends the loan.
+//! The bytes of a large send can bypass the rings, over a second queue pair, the *bulk queue pair*. An *advert*
+//! announces a buffer with which a receiving program waits. The sender's device writes into the buffer, and the record
+//! PLACED says up to which position. A *loan* is memory of a sending program, announced by the record SOURCE. The
+//! reader's device reads the memory, and the record TAKEN ends the loan.
 //!
 //! | file | what it has |
 //! |---|---|

@@ -3,7 +3,7 @@
 //! Each end receives in an arena of its own, which the peer maps too ([`layout`]). Each end also maps the page of sleep
 //! flags that the peer has sent. The owner of the end provides the rest ([`Outside`]): the side channel, and the
 //! wake-ups of waiters. This module does not make a link, and does not know whether it is up, or what its streams are
-//! for.
+//! for. A *cursor* is the producer or the consumer of a stream.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicBool;

@@ -1,6 +1,10 @@
 //! An arena as mapped in this process, with its ready queues, and the numbers that its owner gives to streams. Every
 //! fabric whose ends have arenas builds them from these parts. Arenas are created elsewhere, and the cursors on rings
 //! are in `ring`.
+//!
+//! An *arena* is the memory in which one end receives: groups, each with the ready queue lines and the direction blocks
+//! of 256 streams, then the data area with the rings (`layout`). A *cursor* is the producer or the consumer of a
+//! stream.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};

@@ -1,6 +1,7 @@
 //! An end of a link between hosts: its calls, and which thread does the work. The engine does the work itself
-//! (`engine.rs`). `bulk.rs` has the calls for transfers that bypass the rings. A *head* is the position up to which a
-//! program has read.
+//! (`engine.rs`): it carries the changes of this end's arena, and of the mirror of the peer's, over the queue pair.
+//! `bulk.rs` has the calls for transfers that bypass the rings. A *head* is the position up to which a reader has
+//! consumed a direction. A *cursor* is the producer or the consumer of a stream.
 //!
 //! # Threads
 //! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for nothing that

@@ -1,7 +1,7 @@
 //! The state of one end of a link between hosts, the effects of this end's calls on it, and its turn. A turn processes
 //! completions (`receive.rs`), sends what can be sent (`pump.rs`), and checks whether the peer's device still answers
 //! (`watch.rs`). `end.rs` has the lock around this state, decides which thread takes the turn, and has the work that is
-//! done outside the lock.
+//! done outside the lock. `remote.rs` defines mirror, advert and loan; `stream.rs` defines head and tail.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;

@@ -71,8 +71,8 @@ impl<Q: QueuePair> Engine<Q> {
     /// Sends the messages of the side channel, each behind the state of its stream that the peer needs first.
     fn messages<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         let Some(mut outbox) = g.outbox.lock() else {
-            // The lock is free of other threads, so this is a signal handler that has interrupted its own thread while
-            // that queued a message. The interrupted call sends the messages afterwards.
+            // Only a signal handler fails to take this lock: it has interrupted its own thread while that queued a
+            // message. The interrupted call sends the messages afterwards.
             return Ok(());
         };
         while let Some(message) = outbox.front() {

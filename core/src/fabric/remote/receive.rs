@@ -1,5 +1,5 @@
 //! Applies the peer's records to the engine of a link between hosts. Each record is checked first (I7). `pump.rs` sends
-//! what follows from it.
+//! what follows from it. `remote.rs` defines mirror, advert, PLACED, loan, SOURCE and TAKEN.
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;

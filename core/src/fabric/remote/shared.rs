@@ -1,6 +1,7 @@
-//! The parts of an end of a link between hosts that are also used without the engine's lock: the arenas with their
-//! registered memory, the queues of messages and streams to be sent, and the functions that wake this process's
-//! waiters.
+//! The parts of an end of a link between hosts that are also used without the engine's lock: the two arenas (`mine`,
+//! and the mirror of the peer's) with their registered memory, the queues of messages and streams to be sent, and the
+//! functions that wake this process's waiters. A *chunk* is the part of an arena's data area that is registered at a
+//! time.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;

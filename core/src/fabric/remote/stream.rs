@@ -1,6 +1,11 @@
 //! The engine's state of the two directions of one stream: how far they were carried over, and which records of the
 //! peer are valid next. The shared words are in the direction blocks, which each function gets as an argument. This
 //! file sends nothing.
+//!
+//! Positions count the bytes of a direction. The *tail* is the position up to which it has bytes, the *head* the
+//! position up to which its reader has consumed them. `told` is the last value that was sent to the peer. A producer
+//! writes *aside* if it uses a send buffer of this end (`lend.rs`). `remote.rs` defines advert, PLACED, loan, SOURCE
+//! and TAKEN.
 
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::remote::get::{Loans, Takings};

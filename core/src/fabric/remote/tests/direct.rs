@@ -1,5 +1,7 @@
-//! Direct transfers and lent memory: the reader gets all bytes in order and once. That holds for any order of adverts,
-//! withdrawals, loans, bytes by the rings, and the end of either queue pair.
+//! Direct transfers and lent memory: the reader gets all bytes in order and once. In a direct transfer the writer's
+//! device writes into a buffer with which the reader waits, and which the reader's end has announced (an *advert*).
+//! Lent memory (a *loan*) is memory of the writer's program that the reader's device reads. The tests try any order of
+//! adverts, withdrawals, loans, bytes by the rings, and the end of either queue pair.
 
 use crate::fabric::remote::mem::pair_beside;
 use crate::fabric::remote::qp::{QueuePair, Region, Role};

@@ -1,17 +1,19 @@
-//! Links the library against the symbol versions of glibc 2.17, even if the glibc of this machine is newer. `alloc`
-//! uses the same build script, and the build script of `core/verbs` includes it.
+//! Links the library against the symbol versions of glibc 2.17, so that it can be loaded with that glibc and with all
+//! later ones, also if this machine's glibc is newer. `alloc` uses the same build script, and the build script of
+//! `core/verbs` includes it.
 //!
-//! The linker gives a reference to a function the first version of the function that it finds. `-lpthread` and `-ldl`
-//! precede `-lc`. They find stand-ins that this script makes: libraries without code that have the names and symbol
-//! versions of the old libpthread and libdl. At run time a newer glibc has these versions too. `scripts/check-exports`
-//! reports references to later versions.
+//! A newer glibc has these old versions too, beside its own. The linker gives a reference to a function the version in
+//! the first library on its command line that has the function. So `-lpthread` and `-ldl`, which precede `-lc`, have to
+//! find libraries with the old versions. This script makes them: the *stand-ins*, libraries without code that have the
+//! names and symbol versions of glibc 2.17's libpthread and libdl. `scripts/check-exports` reports references to later
+//! versions.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// A symbol version, and the functions that have it. An empty version is for weak references of Rust's standard
-/// library, which the loader looks up by name alone.
+/// A symbol version, and the functions that have it. An empty version stands for references without a version: the weak
+/// ones of Rust's standard library, which the loader looks up by name alone.
 type Version = (&'static str, &'static str);
 
 /// The stand-ins: the linker's name of a library, the name of its file in the old glibc, and its functions.

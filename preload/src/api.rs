@@ -17,8 +17,8 @@ macro_rules! exported {
 }
 
 exported! {
-    /// Fills `info` with the path of each direction of the connection `fd`, and the bytes that it has carried. Returns
-    /// 0, or -1 with errno.
+    /// For each direction of the connection `fd`, stores in `info` the path that it is on (TCP, shared memory or RDMA)
+    /// and the numbers of bytes that each path has carried. Returns 0, or -1 with errno.
     ///
     /// # Safety
     /// `info` points to a `struct rdmasock_info`, whose first field is its size.

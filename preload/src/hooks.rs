@@ -1,5 +1,5 @@
-//! The hooks that are ordinary functions. They are generated from a table. The other files have the hooks that redhook
-//! cannot declare.
+//! The hooks that are ordinary functions. They are generated from the table in `shims/src/sys/hooked.rs`. The other
+//! files of this folder have the hooks that redhook cannot declare.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -16,9 +16,9 @@ use rdmasock_shims::hooks::{fd, io, process, ready, socket};
 use rdmasock_shims::process::sigaction as signals;
 use rdmasock_shims::sys::real;
 
-/// Defines the hooks of the table in `shims/src/sys/hooked.rs`. Each symbol in a row of the table becomes an exported
-/// function with the arguments and the result of the row. It calls the row's function with libc's function of the
-/// symbol's name, and then its own arguments.
+/// Defines the hooks of the table. Each symbol in a row becomes a hook: an exported function with the arguments and the
+/// result of the row. The hook calls the row's function, which is in the module `$module`. It passes libc's function of
+/// the symbol's name first, from `real` or `environment` (`$libc`), then its own arguments.
 macro_rules! hooks {
     ($($module:ident with $libc:ident {$(
         $function:ident $arguments:tt -> $result:ty: $($symbol:ident),* $(| $way:ident $number:ident)*;
@@ -26,8 +26,9 @@ macro_rules! hooks {
         $($($(hooks!(@hook $symbol $arguments -> $result, $module $function $libc);)*)*)*
     };
     (@hook $symbol:ident ($($argument:ident: $type:ty),*) -> $result:ty, $module:ident $function:ident $libc:ident) => {
-        // redhook defines items with fixed names for each hook, so each hook has a scope of its own. That scope also
-        // has a type with the symbol's name, which can equal the name of the module. `self::` leads to the module.
+        // For each hook, redhook defines items with fixed names. So each hook has a scope of its own, `const _`. In
+        // that scope redhook also defines a type with the symbol's name, which can equal the module's name (`socket`).
+        // With `self::` the path leads to the module.
         const _: () = {
             redhook::hook! {
                 unsafe fn $symbol($($argument: $type),*) -> $result => hook {

@@ -12,7 +12,7 @@ mod syscall;
 mod variadic;
 mod vfork;
 
-/// The library's own allocator. A hook cannot use the program's `malloc`: it may run in a signal handler that has
+/// The library's own allocator. A hook cannot use the program's `malloc`: the hook may run in a signal handler that has
 /// interrupted `malloc`, and the program may have replaced `malloc`.
 #[global_allocator]
 static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();

@@ -1,5 +1,5 @@
-//! Checks that programs have the same output and exit status with the built library as without it. Most of their calls
-//! pass through the hooks. `tests/` and `integration/` test TCP streams.
+//! Checks that programs have the same output and exit status with the built library as without it. Most calls of these
+//! programs go through a hook to libc's function. `tests/` and `integration/` test TCP streams.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test")]
 
@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::LazyLock;
 
-/// The path of the library. This test builds it, because `cargo test` does not build a cdylib. The command is built
-/// with it, as in all other places: the features of dependencies depend on the set of packages in a build.
+/// The path of the library. This test builds it, because `cargo test` does not build a cdylib. The command is built in
+/// the same call, as in all other places: cargo chooses the features of dependencies by the set of packages in a build,
+/// and other features would mean another build.
 static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
     // This test's own path is TARGET/PROFILE/deps/smoke-HASH.
     let test = std::env::current_exe().unwrap();
@@ -183,7 +184,7 @@ fn the_library_survives_an_exec_without_it() {
         .join("librdmasock.so");
     std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
     let log = copy.with_file_name("log");
-    // The last field is whether the program makes a socket and logs: the log begins with the first socket.
+    // `is_logged`: the program logs, and makes a socket, because the log begins with the first socket.
     for (name, value, is_kept, is_logged) in [
         ("RDMASOCK_EXEC", "keep", true, false),
         ("RDMASOCK_EXEC", "keep", true, true),
@@ -215,7 +216,8 @@ fn the_library_survives_an_exec_without_it() {
                 )
             })
             .collect();
-        // Way 10 sets an LD_PRELOAD of its own. Way 11 deletes the library's file before the exec.
+        // Each way is a case of `way` in `tests/c/environment.c`. Way 10 sets an LD_PRELOAD of its own. Way 11 deletes
+        // the library's file before the exec.
         expected.extend(["10: none - LD_PRELOAD=", "11: none - ALONE=1"].map(String::from));
         let printed = String::from_utf8_lossy(&output.stdout);
         assert_eq!(printed.lines().collect::<Vec<_>>(), expected, "{name}={value}");
@@ -226,7 +228,7 @@ fn the_library_survives_an_exec_without_it() {
         if is_logged {
             let logged = std::fs::read_to_string(&log).unwrap();
             assert!(logged.contains("instance made"), "{logged}");
-            // A vfork child (way 9) logs nothing, because it uses its parent's memory.
+            // Of the ways 0 to 9, only way 9 logs nothing: it execs in a vfork child, which uses its parent's memory.
             let expected = if is_kept { 9 } else { 0 };
             let lines = logged.matches("LD_PRELOAD is kept over an exec").count();
             assert_eq!(lines, expected, "{name}={value}:\n{logged}");

@@ -1,6 +1,6 @@
 // Executes itself by each exec and spawn function, with an environment of one variable. Each new program prints whether
 // the library is loaded, whether it began with the library's variable RDMASOCK_SPIN_US, and all entries of its
-// environment. With the variable SOCKET the first program makes a TCP socket before.
+// environment. With the variable SOCKET the first program makes a TCP socket before all that.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <spawn.h>

@@ -77,7 +77,8 @@ static void borrower(void)
     syscall(SYS_exit_group, closed == 0 && again == -1 ? 3 : 4);
 }
 
-/* The child of this clone returns from `syscall` on a stack of its own. On top of it lies the address of `borrower`. */
+/* The child of this clone returns from `syscall` on a stack of its own. On top of that stack lies the address of
+ * `borrower`, so the child returns into that function. */
 static void clones(void)
 {
     static void *stack[8192] __attribute__((aligned(16)));

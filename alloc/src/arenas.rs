@@ -12,7 +12,7 @@ use crate::memory;
 
 /// The size in bytes of the smallest request that arenas serve. The next allocator serves smaller requests.
 pub(crate) const LARGE: usize = 64 << 10;
-/// The most bytes of memory without blocks that all arenas together keep for later blocks.
+/// The most bytes that all arenas together keep for later blocks: bytes that have memory and lie in no block.
 const KEPT: usize = 128 << 20;
 /// The most arenas. If they are full, the next allocator serves further requests.
 const MOST: usize = 64;
@@ -112,10 +112,10 @@ fn grow(size: usize, align: usize) -> Grown {
     Grown::ByOthers
 }
 
-/// Frees the block at `at`, if one begins there. Then gives memory back to the kernel, if a piece of the block has been
-/// changed by the program, or if there is more free memory than `KEPT`.
+/// Frees the block at `at`, if one begins there. Then gives memory back to the kernel, if the program has changed a
+/// piece of the block, or if the arenas keep more than `KEPT`.
 pub(crate) fn free(arena: &'static Arena, at: usize) {
-    // A piece that the program has changed becomes whole again when its memory is given back and it gets new memory.
+    // A piece that the program has changed is not whole until it has no blocks, is given back, and gets new memory.
     let is_changed = |number| arena.is_changed(number) && arena.is_idle(number);
     if let Some(mut pieces) = arena.free(at)
         && (pieces.any(is_changed) || excess() > 0)
@@ -133,7 +133,8 @@ pub(crate) fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
     is_done
 }
 
-/// Returns the number of bytes by which the memory without blocks exceeds [`KEPT`].
+/// Returns by how many bytes the arenas exceed [`KEPT`]. The bytes that count are committed (they have memory from the
+/// kernel) and lie in no block.
 fn excess() -> usize {
     let (taken, committed) = all()
         .map(Arena::bytes)
@@ -141,9 +142,10 @@ fn excess() -> usize {
     committed.saturating_sub(taken).saturating_sub(KEPT)
 }
 
-/// Gives the memory of pieces without blocks back to the kernel, until at most `KEPT` bytes are left. Also gives back
-/// all such pieces that the program has changed. Begins with the last pieces, because new blocks are taken from the
-/// first ones.
+/// Gives the memory of pieces without blocks back to the kernel, one piece after the other, until the arenas keep at
+/// most `KEPT` bytes. Also gives back each piece without blocks that the program has changed, so that it can become
+/// whole again. Begins with the last pieces, because new blocks are taken from the first ones. A piece stays if a
+/// device still uses it.
 #[cold]
 fn give_back() {
     let me = rustix::process::getpid().as_raw_nonzero().get() as u32;

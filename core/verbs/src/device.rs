@@ -82,7 +82,8 @@ fn interface_of(wanted: IpAddr) -> Result<String> {
     let mut at = list;
     // SAFETY: `at` is null or an entry of the list that getifaddrs has made. The list is freed after the loop.
     while let Some(entry) = unsafe { at.as_ref() } {
-        // SAFETY: the pointer is null, or points to an address with all members of its family.
+        // SAFETY: `ifa_addr` is null, or points to a socket address that getifaddrs has made, with all fields of its
+        // address family.
         if unsafe { address_of(entry.ifa_addr) } == Some(wanted) {
             // SAFETY: every entry has a name that ends with a zero.
             let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
@@ -102,7 +103,7 @@ fn interface_of(wanted: IpAddr) -> Result<String> {
 }
 
 /// # Safety
-/// `at` is null, or a socket address with all members of its family.
+/// `at` is null, or points to a socket address with all fields of its address family.
 unsafe fn address_of(at: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: by this function's contract.
     unsafe {

@@ -324,7 +324,8 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let mut next = || {
         loop {
             match fcntl_dupfd_cloexec(fd, *tries.peek()? as RawFd) {
-                // The number stays in `tries`, since from it on there may be another free one.
+                // The number stays in `tries`: F_DUPFD searches from it upwards, and may find another free number
+                // there.
                 Ok(new) => return Some(new),
                 Err(_) => tries.next(),
             };
@@ -333,8 +334,8 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let new = next()?;
     let is_high = new.as_raw_fd() >= place.least();
     let mut left: [Option<OwnedFd>; SPARE] = Default::default();
-    // These are searched downwards from the top, as the number itself is: if many high numbers are free, all of these
-    // are high.
+    // The search for these numbers goes on downwards where the search for `new` has ended. So if many high numbers are
+    // free, all of these are high.
     let mut is_left = || {
         left.iter_mut().all(|slot| {
             *slot = next();

@@ -315,7 +315,8 @@ impl Thread {
         }
     }
 
-    /// Marks the thread as outside: from now on a jump leaves the call and continues at its landing.
+    /// Marks the thread as outside. From now on a jump leaves the call, and the thread continues with the stack pointer
+    /// in `landing`.
     #[inline]
     pub fn step_out(&self, outside: &Outside) {
         self.outside.set(outside);

@@ -24,7 +24,8 @@ pub const MAX_SERVICES: u32 = 64;
 /// the server with the first name may end before the server with the second.
 const MAX_GAP: u32 = 2;
 
-/// The length of a name's accept queue. If a connection is never accepted, its connector loses one attempt.
+/// The length of a name's accept queue. If the queue is full, connect() fails with EAGAIN and the connector tries again
+/// later (P4). If a connection stays in the queue and is never accepted, its connector loses one attempt.
 const BACKLOG: i32 = 128;
 
 /// Returns the name of the `k`th listening socket on TCP port `port` (P2), without the leading NUL.

@@ -48,7 +48,8 @@ kinds! {
         16 = Link { cookie: Cookie, instance_c: InstanceId, pid: u32, geometry: Geometry };
         /// S accepts the link. Comes with S's arena and waiter memfds.
         17 = LinkAccept { instance_s: InstanceId, pid: u32, geometry: Geometry };
-        /// "Write this stream's data to `ring`, under `vqpn`." The nonces name the stream.
+        /// "Write the data that you send on this connection into my `ring`, and name my stream `vqpn`." The two nonces
+        /// of the attempt name the connection.
         32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: Region };
         /// The answer to OPEN. `yours` is the number that the sender of OPEN chose. `mine` and `ring` are the
         /// answerer's own number and ring.

@@ -53,7 +53,8 @@ fn nonces() -> impl Strategy<Value = Nonce> {
     prop_oneof![any::<[u8; 16]>(), small, Just([0xFF; 16])].prop_map(Nonce::from_bytes)
 }
 
-/// Returns data with pieces of the nonce between other bytes. No piece is the whole nonce.
+/// Returns data with pieces of the nonce between other bytes. A whole nonce can result, from one piece or from several
+/// that meet; each test skips data for which that matters.
 fn teasing(nonce: Nonce) -> impl Strategy<Value = Vec<u8>> {
     let piece = prop_oneof![
         (0usize..16).prop_map(move |n| nonce.as_bytes()[..n].to_vec()),

@@ -24,9 +24,9 @@ pub type Entry = unsafe extern "C" fn(abi: u32) -> *const Table;
 
 /// A function of the library, which the allocator calls before it, or the program, replaces the `len` bytes at `start`.
 /// The function ends the registrations of these bytes with all devices. With `force`, no later call of the program uses
-/// the registrations. A call that uses one already goes on, and the registration ends with that call. Without `force`,
-/// the function does nothing while a call uses any of the bytes. Returns 1 if all registrations of the bytes have
-/// ended, apart from those of calls that go on; otherwise 0.
+/// the registrations. If a call is using a registration, that registration ends with the call. Without `force`, the
+/// function does nothing while a call uses any of the bytes. Returns 1 if all registrations of the bytes have ended,
+/// except registrations that a call is using; otherwise 0.
 pub type End = unsafe extern "C" fn(start: usize, len: usize, force: c_int) -> c_int;
 
 /// A flag in an epoch: the piece is whole, so all of it can be read and written.

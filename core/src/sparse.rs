@@ -1,5 +1,5 @@
-//! A long array of which few values are used. It consists of chunks, each of which gets memory when one of its values
-//! is first needed. `make` allocates that memory; `get` never allocates.
+//! A long array with few used values. It consists of chunks. A chunk gets memory when a value in it is first needed:
+//! `make` allocates the memory, `get` never allocates.
 
 use std::ptr::null_mut;
 use std::sync::atomic::AtomicPtr;

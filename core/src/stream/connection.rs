@@ -1,4 +1,4 @@
-//! One end of a TCP connection: the state of its two directions, and the code that carries out a promotion, the stay on
+//! An end of a TCP connection: the state of its two directions, and the code that carries out a promotion, the stay on
 //! a link and the way back. The library uses this object with the kernel's socket and real links, and the simulation of
 //! the tests with simulated ones. All calls to the socket, the link and the process go through [`SocketIo`]. No code
 //! here blocks, reads a clock or makes a system call.

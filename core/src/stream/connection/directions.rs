@@ -28,8 +28,8 @@ impl<L: StreamLink> Farewell<L> {
 
     /// Notifies the waiter. The caller has closed or shut down the kernel's socket before.
     pub fn tell(self) {
-        // The peer may have given the number `theirs` to another stream meanwhile. Then the waiter checks that stream
-        // without need.
+        // The peer may have given its number to another stream meanwhile. Then the waiter checks that stream without
+        // need.
         if let Some((link, wake, theirs)) = self.0 {
             link.notify(wake, theirs);
         }
@@ -269,7 +269,7 @@ pub fn look_for_reset<S: SocketIo>(socket: &S) {
 /// bytes again.
 ///
 /// Returns the peer's waiter that waits for room in the ring. The caller wakes it only if the kernel's socket does not
-/// exist any more; otherwise the reset of that socket wakes it. If the ring has been read, no waiter waits.
+/// exist any more; otherwise the reset of the socket wakes it. If the ring has been read, no waiter waits.
 pub fn refuse<S: SocketIo>(socket: &S) -> Wake {
     let rx = socket.rx.lock();
     let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());

@@ -123,7 +123,7 @@ fn look_at_front<'a, S: SocketIo>(
         if socket.rx_mode.load(Acquire) != Mode::Marked {
             return Some((Ahead::Changed, guard));
         }
-        // Nothing may be read now in two cases. Data that is set aside comes first. Or a call has been inside the
+        // In two cases this look returns no bytes. Data that is set aside comes first. Or a call has been inside the
         // kernel since before the scan began, and the bytes that it receives come first.
         let is_aside = !guard.aside.is_empty();
         let waits = is_aside && (guard.scan.is_none() || at_mark != AtMark::HandOver);

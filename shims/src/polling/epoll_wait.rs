@@ -1,8 +1,20 @@
-//! epoll_wait(): reports what is ready in the kernel's set and in the library's list (`notify/epoll`), with one sleep
-//! for both. While no item of a set is taken over, the wait is in the kernel alone.
+//! epoll_wait(): reports what is ready in the kernel's epoll object (the *kernel's set*) and in the library's own list
+//! of ready sockets, with one sleep for both. `notify/epoll` has the object of an epoll set, and epoll_ctl().
 //!
-//! Library fds in the kernel's set are removed from results. A nested set, which another set holds, is kept readable in
-//! the kernel while an item is ready.
+//! Words of this file:
+//!
+//! - *item*: a socket in the set, under one fd. An item is *taken over* while the library reports it: the kernel's set
+//!   does not have it then.
+//! - *active set*: a set with an item that is taken over, or was. It stays active until it is closed. A wait on any
+//!   other set is in the kernel alone.
+//! - *list*: the indices of the items that may be ready. Peers put entries into the ready queues of their links. A
+//!   *sweep* moves these entries to the list, and a *harvest* reports the list's ready items.
+//! - *bell*: an fd of the library in the kernel's set. To *ring* makes it readable, which wakes one thread that sleeps
+//!   on the kernel's set. Peers ring only while the set's *sleep flag* is raised.
+//! - *nested set*: a set that another set holds, or that poll() or select() was called on. Its kernel's set is kept
+//!   readable while an item is ready.
+//!
+//! The bell and other fds of the library are removed from the results of the kernel's set.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
@@ -25,34 +37,36 @@ use crate::signals::{handler, jump::or_if_cancelled};
 use crate::sys::time::{self, Deadline, Timeout};
 use crate::sys::{errno, points::point};
 
-/// How long waits may be answered from the links alone before the kernel's set is checked again, in
+/// How long results may come from the library's list alone before the kernel's set is checked again, in
 /// [cycles](rdmasock_core::cycles), some 20 us. Short enough not to be noticed, long enough that a busy program makes
 /// few system calls.
 const KERNEL_EVERY: u64 = 1 << 16;
-/// The longest sleep on a set that has no bell, ns: no peer can wake the thread.
+/// The longest sleep of a thread on a set that has no bell, ns. No peer can wake the thread, so it checks at intervals.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
-/// The most rounds in which one harvest checks for newly queued items. Without a bound, a set in which each round finds
-/// new items would be checked forever.
+/// The most rounds in which one harvest checks for newly queued items. Without a bound, a harvest would never end on a
+/// set in which each round finds new items.
 const ROUNDS: usize = 4;
-/// How many more links to other hosts a harvest checks after the first one with data. To check such a link is to poll
-/// its completions.
+/// Bounds how many links to other hosts one harvest checks. To check such a link is to poll its completions.
 ///
-/// In a set with more such links than this, a harvest skips those whose completions the kernel's set reports. If one of
-/// the others has data, this many more of them are checked, and the next harvest begins with the rest. To check all of
-/// them for one message each would cost more than the messages. The order between peers on other hosts may change by
-/// this, but the network does not preserve that order either.
+/// A set with at most this many such links has all of them checked. In a set with more, a harvest skips the links whose
+/// completions the kernel's set reports. It checks the other links in turn up to the first that has data, and then this
+/// many more. The next harvest begins with the rest. To check all of them for one message each would cost more than the
+/// messages. The order between peers on other hosts may change by this, but the network does not preserve that order
+/// either.
 const MANY: usize = 16;
-/// How long a thread stays away from the set after it has consumed a ring for another process, ns.
+/// How long a thread stays away from the set after it has consumed a ring that was meant for another process, ns.
+/// Processes share a set after a fork.
 const OUT_OF_THE_WAY: i64 = 1_000_000;
 
 /// The kernel's epoll_wait(fd, events, max, time-out), with the program's signal mask.
 type Real<'a> = &'a dyn Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int;
 
-/// The state of an epoll_wait() of the program: the set, kept even if the fd is closed or reused meanwhile, and the
-/// result so far. `notify/call` keeps a connection in the same way.
+/// The state of one epoll_wait() call of the program: the set, and the result so far.
 ///
-/// A wait that has found no event yet begins again if the fd stands for another file by then. From its first sleep or
-/// spin on, the wait holds the set, and makes the kernel's call on a private fd.
+/// If the fd comes to stand for another file before the call has found an event, the call begins again on that file.
+/// From its first spin or sleep on an active set, the call *holds* the set: the set's object is not reused before the
+/// call returns, even if the program closes the fd. The call then sleeps on a private fd of the set. `notify/call`
+/// holds a connection in the same way.
 struct Wait<'a> {
     set: &'static Epoll,
     fd: c_int,
@@ -63,9 +77,9 @@ struct Wait<'a> {
     events: *mut libc::epoll_event,
     max: c_int,
     filled: c_int,
-    /// The set's count of `moves` before the kernel's set was checked.
+    /// The value of `Epoll::moves`, which counts take-overs and their reversals, before the kernel's set was checked.
     moves: u64,
-    /// The number of this result among all results of the set; 0 until the result lists an item.
+    /// The number of this result, among the results of the set that list items; 0 while this one lists none.
     serial: u64,
 }
 
@@ -75,7 +89,8 @@ impl Epoll {
     ///
     /// # Safety
     /// `events` is writable for `max` entries.
-    // Not inlined: the forced unwind of pthread_cancel runs the wait's destructor here (see `hooks`).
+    // Not inlined: the forced unwind of pthread_cancel runs the destructor of `wait` in this frame (`hooks` explains
+    // it).
     #[inline(never)]
     pub(crate) unsafe fn wait(
         &'static self,
@@ -121,7 +136,7 @@ impl Epoll {
         due
     }
 
-    /// Whether an item that is taken over is ready now: for poll(), select() and sets that hold this one.
+    /// Whether an item that is taken over is ready now. For poll(), select() and other sets that hold this one.
     pub(crate) fn is_ready(&'static self) -> bool {
         if !self.is_active() {
             return false;
@@ -138,19 +153,21 @@ impl Epoll {
 }
 
 impl Item {
-    /// Whether the set's own list reports the item.
+    /// Whether the library reports the item: it is taken over, not removed, and not disabled by EPOLLONESHOT.
     fn is_reported(&self) -> bool {
         self.taken && !self.disabled && !self.dead
     }
 
-    /// Returns the item's readiness, of the events that it is registered for.
+    /// Returns the events that the item's socket is ready for, among those that the program has registered and those
+    /// that are always reported.
     fn evaluate(&self, arm: Arm) -> u32 {
         readiness::evaluate(self.socket, self.events, arm) & (self.events | ALWAYS)
     }
 }
 
 impl Wait<'_> {
-    /// Waits. `left` is the time until `deadline`. `None` if the fd stands for another file and nothing was reported.
+    /// Waits, and returns what epoll_wait() returns. `left` is the time until `deadline`. `None`: no event was found,
+    /// and the fd stands for another file by now.
     fn run(&mut self, deadline: Deadline, left: Timeout) -> Option<c_int> {
         let handlers = thread::current().handlers();
         if self.max <= 0 {
@@ -193,11 +210,12 @@ impl Wait<'_> {
         }
     }
 
-    /// Checks the kernel's set and the library's list without a wait. `None` if nothing was reported.
+    /// Fills the result without a wait: from the library's list, and in the two cases below from the kernel's set.
+    /// Returns what epoll_wait() returns; `None` if nothing is ready.
     ///
-    /// If `due`, a result of the library's list gets the ready sockets of the kernel's set too. If the last result was
-    /// full before the kernel's set could be checked, that set is checked first. So neither of the two starves the
-    /// other if the program takes few events at a time.
+    /// If `due`, ready entries of the kernel's set are added to a result that has items of the list. If the list's
+    /// items had filled the last result, the kernel's set is checked first. So neither of the two starves the other
+    /// when the program asks for few events at a time.
     fn check(&mut self, due: bool) -> Option<c_int> {
         let set = self.set;
         self.moves = set.moves.load(Acquire);
@@ -213,16 +231,16 @@ impl Wait<'_> {
         (self.filled > 0).then(|| self.with_kernels(due && !starved))
     }
 
-    /// Spins if `spun` is false, then sleeps until the kernel's set or the library's list may have an event. Returns
-    /// the result of the wait. `None` if both are to be checked again.
+    /// Spins unless `spun`, then sleeps until the kernel's set or the library's list may have an event. Returns what
+    /// epoll_wait() returns; `None` if the caller has to check both again.
     fn rest(&mut self, deadline: Deadline, handlers: u32, spun: &mut bool) -> Option<c_int> {
         let set = self.set;
         if !std::mem::replace(spun, true) {
             let peers = Peers::new(set.set.lock().is_none_or(|set| !set.links.far.is_empty()));
             let bound = set.spinner.bound(peers);
             if bound > 0 {
-                // A reply that comes at once does not have to wait for a check of the kernel's set, which had nothing
-                // at the last check.
+                // The kernel's set had nothing at the last check. So a reply that comes over a link at once need not
+                // wait for another check of the kernel's set.
                 if set.kernel_quiet.load(Relaxed) && spin::glance(|| set.has_ready()) {
                     return None;
                 }
@@ -241,8 +259,8 @@ impl Wait<'_> {
             return (n != 0 || deadline.is_over()).then(|| self.with_ours(n));
         };
         let waiters = &Library::get().waiters;
-        // The links are armed before the sleep flag is raised: arming takes in completions, which would ring the bell
-        // of threads that sleep already.
+        // The links are armed before the sleep flag is raised. To arm a link polls its completions once more, which
+        // rings the bell if the flag is raised. This thread finds what they bring by `has_ready`, and needs no ring.
         let asleep = set.watch_links();
         point!("epoll: nothing was there");
         waiters.enter_sleep(waiter);
@@ -253,7 +271,8 @@ impl Wait<'_> {
         }
         point!("epoll: is about to sleep");
         let record = Record::begin(waiter, Call::Epoll, None, 0);
-        // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
+        // If a signal handler has run since the call began, the call checks once more and then fails with EINTR, as in
+        // the kernel.
         let is_interrupted = thread::current().handlers() != handlers;
         let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
         let hand_over = || {
@@ -278,7 +297,7 @@ impl Wait<'_> {
             return Some(errno::fail(libc::EINTR));
         }
         if deadline.is_over() {
-            // An item may have become ready just before the time was over.
+            // An item may have become ready just before the deadline.
             self.harvest(true);
             return Some(self.filled);
         }
@@ -286,9 +305,9 @@ impl Wait<'_> {
         None
     }
 
-    /// If the kernel's set has just reported entries (`n` above 0), appends ready items of the links: a peer may have
-    /// sent on a link before it sent what the kernel reports, and the program must not get only the later of the two.
-    /// Returns what epoll_wait() returns.
+    /// Ends a wait in which the kernel's set has just reported `n` entries. If `n` is above 0, appends ready items of
+    /// the list: a peer may have sent on a link before it sent what the kernel reports, and the program must not get
+    /// the later of the two alone. Returns what epoll_wait() returns.
     fn with_ours(&mut self, n: c_int) -> c_int {
         if n <= 0 {
             return n;
@@ -299,10 +318,11 @@ impl Wait<'_> {
         self.filled
     }
 
-    /// Completes a result that has entries of the library's list only. Checks the kernel's set too if `look` is true,
-    /// or if the kernel's set has connections: a peer may have sent on one of those before it sent on the link. Appends
-    /// the ready sockets, then items that came on links meanwhile. If the kernel's set has connections, moves its
-    /// entries to the front. Returns the number of entries.
+    /// Completes a result that has only items of the list, and returns the number of entries. If the result has room,
+    /// checks the kernel's set too in two cases. In the first, `look` is true. In the second, the kernel's set has
+    /// connections: a peer may have sent on one of them before it sent on the link. Appends what the kernel's set
+    /// reports, then items that have become ready meanwhile. In the second case, moves the kernel's entries to the
+    /// front.
     fn with_kernels(&mut self, look: bool) -> c_int {
         let (set, ours) = (self.set, self.filled);
         if ours == self.max {
@@ -315,35 +335,36 @@ impl Wait<'_> {
             // SAFETY: the first `filled` entries are filled.
             let all = unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) };
             if set.moves.load(Acquire) != self.moves {
-                // A socket may have moved between the kernel's set and the library's list meanwhile. A result must not
-                // list it twice, as the kernel's never does: a program that does one blocking read for each entry would
-                // hang at the second.
+                // A socket may have moved between the kernel's set and the list meanwhile. A result must not list a
+                // socket twice, and the kernel's results never do. A program that makes one blocking read for each
+                // entry would hang in the second read.
                 let (listed, rest) = all.split_at_mut((ours as usize).min(all.len()));
                 return ours + keep(rest, |data| !listed.iter().any(|e| e.u64 == data)) as c_int;
             }
             if set.is_mixed()
                 && let Some(both) = all.get_mut(..end as usize)
             {
-                // The order of arrival across the kernel's set and the library's list is unknown, so the kernel's
-                // entries go first. A peer on a link has usually waited for its replies, so its data there is the last
-                // that it sent. A peer that sends on a young connection without waiting expects that data to be read
-                // before.
+                // The order of arrival across the kernel's set and the list is unknown. The kernel's entries go first.
+                // A peer that uses a link has usually waited for a reply to each request, so its data on the link is
+                // the last that it has sent. A peer that sends on a young connection, which is still on TCP, without
+                // waiting for a reply, expects that data to be read first.
                 both.rotate_left(ours as usize);
             }
         }
         self.filled
     }
 
-    /// Waits in the kernel's set for at most `left`. Returns what epoll_wait() returns, without the library's fds.
+    /// Waits in the kernel's set for at most `left`, and appends its entries to the result. Returns what epoll_wait()
+    /// returns, without the library's fds.
     fn look(&mut self, left: Timeout) -> c_int {
         let n = (self.real)(self.number(), self.free(), self.max - self.filled, left);
         self.set.kernel_quiet.store(n == 0, Relaxed);
         if n <= 0 { n } else { self.take_in(n, false) }
     }
 
-    /// Processes the `n` entries that the kernel has just filled behind the filled ones, and removes library fds from
-    /// them. `has_slept`: the thread has slept, and checks the links by itself if no entry is left. Returns how many
-    /// entries are left.
+    /// Handles the `n` entries that the kernel has just appended to the result: removes the library's fds, and does
+    /// what these ask for. `has_slept`: the kernel's call was a sleep. Returns how many of the `n` entries are left; if
+    /// none are, a caller that has slept checks the links itself.
     fn take_in(&mut self, n: c_int, has_slept: bool) -> c_int {
         let (set, before) = (self.set, self.filled);
         // SAFETY: the kernel has just filled `n` entries there.
@@ -357,21 +378,22 @@ impl Wait<'_> {
         }
         set.on_named(&stripped.named);
         if has_slept && before + n == self.max {
-            // The array was full. So the entry of the link whose completion woke the thread may be missing.
+            // The array is full, so the entry of the link whose completion has woken this thread may be missing.
             set.arm_for_others();
         }
         if stripped.own && (stripped.kept > 0 || !has_slept) && set.has_ready() {
-            // This thread has consumed a ring of the bell, and does not sleep again at once. So it rings for a thread
-            // that sleeps.
+            // A ring wakes one thread. This thread has consumed a ring and does not sleep again at once, so it rings
+            // again for another thread that sleeps on the set.
             set.ring_if_sleeping();
         }
         if has_slept && stripped.foreign && stripped.kept == 0 {
-            // The other process has to get the ring before this thread sleeps on the same set again.
+            // The ring was meant for another process that shares the set. `ask_owners` makes that process ring again.
+            // Its thread has to get that ring before this thread sleeps on the set again.
             time::sleep(OUT_OF_THE_WAY);
         }
         if !has_slept && self.filled == 0 && !stripped.named.is_none() {
-            // The last harvest has skipped links whose completions the kernel's set reports, and it has reported some
-            // by now.
+            // The last harvest has skipped the links whose completions the kernel's set reports. The kernel's set has
+            // now reported such links.
             self.harvest(true);
         }
         self.filled - before
@@ -382,9 +404,9 @@ impl Wait<'_> {
         self.events.wrapping_add(self.filled as usize)
     }
 
-    /// If the last result was one socket alone, checks that socket for a moment before its peer is asked for a wake-up.
-    /// It is likely to be the next that becomes ready, and without a wake-up four cache lines need not move between the
-    /// two sides. Returns true if the socket is reported.
+    /// If the list has one socket alone, polls that socket for a moment before its peer is asked for a wake-up. The
+    /// socket was reported last, and is likely to be ready next. Without a wake-up four cache lines need not move
+    /// between the two sides. Returns true if the result lists an item.
     fn await_last(&mut self) -> bool {
         let set = self.set;
         !set.nested.load(Relaxed)
@@ -394,14 +416,16 @@ impl Wait<'_> {
             && self.filled > 0
     }
 
-    /// Checks the set's only listed socket, if it is on a link within this host. If it is ready, reports it and keeps
-    /// it in the list. Returns true also if the list has to be checked by `harvest`. Returns false if the socket is not
-    /// ready: the caller checks again.
+    /// Checks the only item in the list, if its socket is on a link within this host. If the socket is ready, reports
+    /// the item and keeps it in the list. Returns false if the socket is not ready: the caller polls again. Returns
+    /// true if the item was reported, and also if there is no such item or another link has data: then `harvest` has to
+    /// check the list.
     fn look_at_last(&mut self) -> bool {
         let (Some(waiter), Some(mut guard)) = (self.set.waiter(), self.set.set.lock()) else {
             return true;
         };
-        // Checked under the lock: a closed set cannot become another set before its lock is free.
+        // The fd is checked under the set's lock: a closed set's object cannot become another set while the lock is
+        // held.
         if guard.ready.len() != 1 || !self.is_here() || guard.links.have_ready(waiter) {
             return true;
         }
@@ -412,15 +436,16 @@ impl Wait<'_> {
             return true;
         };
         let mask = item.evaluate(Arm::No);
-        // An edge-triggered item has to be armed again, and a one-shot item is disabled: `harvest` does that.
+        // `harvest` has to report an edge-triggered item, which is armed again then, and a one-shot item, which is
+        // disabled.
         if mask != 0 && item.events & (ET | ONESHOT) == 0 {
             self.list(item, mask, &mut set.results);
         }
         mask != 0
     }
 
-    /// Appends the ready items of the list to the entries. `after_rest`: also asks the kernel whether their fds are
-    /// still open.
+    /// Appends the ready items of the list to the result. `after_rest`: the last check of the kernel's set was a while
+    /// ago. So the kernel is also asked, for each ready item, whether the socket still has an open fd.
     fn harvest(&mut self, after_rest: bool) {
         let (epoll, before) = (self.set, self.filled);
         if epoll.served.load(Acquire) {
@@ -438,11 +463,12 @@ impl Wait<'_> {
             if self.filled == self.max {
                 break;
             } else if self.filled > before {
-                // The checks took their time. A peer may have sent to a socket that was found empty, and after that to
-                // a socket that was found ready. So the first socket is checked again.
+                // A peer may have sent to one socket after that socket was found empty, and then to a second socket,
+                // which was found ready. The program must not get the later data alone. So the links that had data are
+                // swept again.
                 epoll.sweep(set, Sweep::Again);
             } else if std::mem::take(&mut is_partial) {
-                // The links that had data have no ready item after all: the skipped links are next.
+                // The links that had data have no ready item after all, so the skipped links are swept too.
                 epoll.sweep(set, Sweep::Untold);
             }
             if set.ready.len() == seen {
@@ -456,12 +482,13 @@ impl Wait<'_> {
             epoll.show_ready();
         }
         if more {
-            // Another thread that sleeps on this set can report the items that are left.
+            // The result has no room for the items that are left. Another thread that sleeps on this set can report
+            // them.
             epoll.ring_if_sleeping();
         }
     }
 
-    /// Checks each item of the list once, while the result has room. Items that stay in the list go to its end.
+    /// Checks each item of the list once, while the result has room. An item that stays in the list goes to its end.
     fn report(&mut self, set: &mut Set, after_rest: bool) {
         for _ in 0..set.ready.len() {
             if self.filled == self.max {
@@ -480,13 +507,14 @@ impl Wait<'_> {
         }
     }
 
-    /// Reports an item if it is ready. Returns true if it stays in the list.
+    /// Reports an item if it is ready. Returns true if the item stays in the list.
     fn check_item(&mut self, item: &mut Item, after_rest: bool, results: &mut u64) -> bool {
         let has_moved = self.set.moves.load(Relaxed) != self.moves;
         if item.listed_in == self.serial && self.serial > 0 || has_moved && self.has(item.data) {
-            // A result must not list a socket twice: the program may have closed it before it comes to the second
-            // entry. The item is ready again since it was listed, or the kernel may have reported the socket just
-            // before it was taken over. The next result lists it.
+            // A result must not list a socket twice: the program may have closed the socket before it comes to the
+            // second entry. Either this result has listed the item, which is ready again since. Or the item was taken
+            // over a moment ago, and the kernel has reported its socket just before that. The next result lists the
+            // item.
             return true;
         }
         let is_edge = item.events & ET != 0;
@@ -498,7 +526,8 @@ impl Wait<'_> {
             return false;
         }
         if after_rest && !item.socket.numbers.is_alive() {
-            // The fd was closed without a hook: the kernel's set would not have it any more.
+            // The fd was closed without a hook. The kernel's set would not have the socket any more, so it is not
+            // reported.
             Library::get().service.submit(Command::Lost(item.socket.into()));
             return false;
         }
@@ -507,8 +536,8 @@ impl Wait<'_> {
         !is_edge && !item.disabled
     }
 
-    /// Fills the next entry of the program's array; the caller has checked that there is room. `results` is the set's
-    /// count of results.
+    /// Writes the next entry of the program's array; the caller has checked that there is room. `results` is the set's
+    /// count of results that list items.
     fn list(&mut self, item: &mut Item, events: u32, results: &mut u64) {
         if self.serial == 0 {
             *results += 1;
@@ -520,30 +549,35 @@ impl Wait<'_> {
         self.filled += 1;
     }
 
-    /// Whether a filled entry has these data.
+    /// Whether an entry of the result has this `data` of the program.
     fn has(&self, data: u64) -> bool {
         // SAFETY: the first `filled` entries are filled.
         (0..self.filled as usize).any(|at| unsafe { (*self.events.add(at)).u64 } == data)
     }
 }
 
-// A wait in the kernel's set alone. An item may be taken over at any moment of the wait, so the gate counts the thread.
-// The thread that makes the set active sees this one in the gate, rings the bell, and counts a sleeper for it.
+// A wait in the kernel's set alone, on a set that is not active. An item may be taken over at any moment of the wait,
+// and the kernel does not wake the thread for bytes on a link. So the set's *gate* counts the threads in such waits.
+// The thread that takes over the first item closes the gate (`activate`). If threads are inside, it raises the set's
+// sleep flag on their behalf, so that peers ring. Then it rings once itself. A ring wakes one thread, and each thread
+// that leaves a closed gate rings for the next one.
 
 impl Wait<'_> {
     /// Waits in the kernel alone. Returns what epoll_wait() returns. `None` if the set is active or the fd stands for
-    /// another file: the caller continues with the library's list.
+    /// another file: the caller continues with the library's list, or begins again.
     fn wait_plain(&mut self, deadline: Deadline, mut left: Timeout) -> Option<c_int> {
         let set = self.set;
         if set.inherited.load(Acquire) && set.inherited.swap(false, AcqRel) {
-            // The process is a fork child. Sockets that it has inherited may be on its parent's links, and have to be
-            // taken back to TCP.
+            // The process is a fork child. Sockets that it has inherited may be on its parent's links. The parent has
+            // to take these back to TCP before the child uses them.
             socket::in_use().for_each(reclaim);
         }
         loop {
             point!("epoll alone: the set is not active");
-            // Either this thread sees that the set is active, or is not behind the fd any more. Or the thread that has
-            // made it so (`activate`, `release`) sees this thread inside the gate.
+            // `enter` counts this thread in, then reads whether the gate is closed; `is_here` reads whether the fd
+            // still stands for the set. The threads that close the gate (`activate`) or the last fd (`release`) publish
+            // that, then read the count. So this thread sees the change, or the other thread sees this one inside the
+            // gate.
             if !set.gate.enter() || !self.is_here() {
                 set.leave_plain();
                 return None;
@@ -558,25 +592,26 @@ impl Wait<'_> {
             let errno = errno::get();
             point!("epoll alone: is awake");
             if set.is_active() {
-                // The kernel's wait was on this set, so it is the right one even if the fd stands for another file by
-                // now.
+                // The kernel's wait was on this set. So the call goes on with this set, even if the fd stands for
+                // another file by now.
                 self.hold();
             }
             point!("epoll alone: holds the set");
             let others = set.leave_plain();
             if others && set.is_active() {
-                // A ring wakes one thread; the next one must leave the kernel's wait too.
+                // A ring wakes one thread. The next thread inside the gate has to leave the kernel's wait too.
                 set.ring();
             }
-            // The bell may be in the kernel's set, and so among the entries, before the set counts as active.
+            // `activate` adds the bell to the kernel's set before the set counts as active, so the bell may be among
+            // the entries.
             let kept = if n < 0 { n } else { self.take_in(n, !left.is_zero()) };
             errno::set(errno);
             let is_active = set.is_active();
             if kept != 0 || left.is_zero() || n == 0 && !is_active {
                 return Some(kept);
             }
-            // The entries were only library fds of other processes, so the kernel's set may still be the only one to
-            // check.
+            // All entries were fds of the library. If the set is still not active, the thread waits in the kernel alone
+            // again.
             if is_active || !self.is_here() {
                 return None;
             }
@@ -584,7 +619,8 @@ impl Wait<'_> {
         }
     }
 
-    /// Whether the set is still the one on which the wait began.
+    /// Whether the call may go on with its set: the call holds the set, or the fd still stands for the set, by the fd
+    /// table.
     #[inline]
     fn is_here(&self) -> bool {
         self.is_inside || self.is_named()
@@ -595,23 +631,26 @@ impl Wait<'_> {
             && self.set.generation.load(Relaxed) == self.generation
     }
 
-    /// Makes the wait hold the set from now on.
+    /// Makes the call hold the set, if it does not yet.
     fn hold(&mut self) {
         if !std::mem::replace(&mut self.is_inside, true) {
             self.set.inside.enter();
         }
     }
 
-    /// Makes the wait hold the set, because it is about to spin or sleep. Returns false if the fd stands for another
-    /// file by now.
+    /// Makes the call hold the set, because it is about to spin or sleep. Returns false if the call did not hold the
+    /// set before, and the fd stands for another file by now.
     fn enter(&mut self) -> bool {
         let was_inside = self.is_inside;
-        // `Epoll::release` is called when the table has lost the fd, and then checks for waits that hold the set.
+        // The call holds the set first, and reads the fd table afterwards. `Epoll::release` does it the other way
+        // round: it runs once the table has lost the fd, and then checks for calls that hold the set. So one of the two
+        // sees the other.
         self.hold();
         was_inside || self.is_named()
     }
 
-    /// Returns the fd for the kernel's call: a private one if the wait holds the set.
+    /// Returns the fd for the kernel's call: a private one if the call holds the set and there is one, else the
+    /// program's.
     fn number(&self) -> c_int {
         match self.set.kernel_fd() {
             Some(own) if self.is_inside => own.as_raw_fd(),
@@ -637,8 +676,8 @@ impl Epoll {
     fn leave_plain(&'static self) -> bool {
         let waiter = self.waiter();
         let others = self.gate.leave();
-        // The thread that makes the set active counts a sleeper for those inside, and then checks whether they are
-        // still there.
+        // When the set becomes active, its sleep flag is raised on behalf of the threads inside the gate. The last of
+        // them to leave lowers the flag. `activate` lowers it itself if no thread is inside any more.
         if !others && self.plain_sleeps.look() {
             self.end_plain_sleep(waiter);
         }
@@ -647,16 +686,18 @@ impl Epoll {
     }
 }
 
-/// Arguments of a FUTEX_WAKE_OP that adds 0 to its second word, so that the kernel checks whether the word is writable.
-/// No thread is woken. They are FUTEX_OP(ADD, 0, LT, 0) of <linux/futex.h>, and FUTEX_WAKE_OP with FUTEX_PRIVATE_FLAG.
+/// Arguments for a call of futex(2) that writes no new value and wakes no thread. The kernel adds 0 to the second word,
+/// and so checks whether that word can be written. `ADD_NOTHING` is FUTEX_OP(ADD, 0, LT, 0) of <linux/futex.h>, and
+/// `WAKE_OP` is FUTEX_WAKE_OP with FUTEX_PRIVATE_FLAG.
 const ADD_NOTHING: usize = 1 << 28 | 2 << 24;
 const WAKE_OP: usize = 5 | 128;
 
-/// Whether the first entry of the program's array can be written. If not, the kernel returns EFAULT once there is an
-/// event. A store by the library would raise SIGSEGV, again and again if a handler of the program's jumps out of it
-/// (`signals/jump`).
+/// Whether the first entry of the program's array can be written. If not, the kernel's own call returns EFAULT once
+/// there is an event. A store by the library would raise SIGSEGV instead. If the program's handler jumps out of the
+/// signal, the jump waits for the end of the library's code (`signals/jump`), and the store would raise SIGSEGV again
+/// and again.
 ///
-/// Asks the kernel only if the array is not the one of the thread's last wait.
+/// Asks the kernel only if the array is not the one that the thread has passed last.
 fn can_be_written(events: *mut libc::epoll_event) -> bool {
     let at = events.addr();
     let thread = thread::current();
@@ -674,30 +715,32 @@ fn can_be_written(events: *mut libc::epoll_event) -> bool {
     can
 }
 
-// The links that a wait checks, and by which it is woken. Links within this host are checked each time. If there are
-// many links to other hosts, only those are checked whose completions the kernel's set does not report.
+// The links that a wait checks, and by which it is woken. Links within this host are checked each time. In a set with
+// more than `MANY` links to other hosts, a wait checks only those whose completions the kernel's set does not report.
 
-/// Which links to other hosts are checked. Links within this host always are.
+/// Which links to other hosts a sweep checks. Links within this host are always checked.
 #[derive(Clone, Copy, PartialEq)]
 enum Sweep {
-    /// Links whose completions the kernel's set would not report.
+    /// In a set with more than `MANY` links to other hosts: those whose completions the kernel's set would not report.
+    /// In any other set: all links.
     Untold,
     /// Links of [`Sweep::Untold`], until [`MANY`] have been checked after the first with data.
     Some,
-    /// Links that had data before in the same harvest.
+    /// Links that had data in an earlier sweep of the same harvest.
     Again,
 }
 
 impl Links {
-    /// Whether any link has an entry for `waiter`. If so, the next check begins at that link.
+    /// Whether the ready queue of any link has an entry for `waiter`. If a link to another host has one, the next check
+    /// begins at that link.
     fn have_ready(&mut self, waiter: WaiterId) -> bool {
         if self.near.iter().any(|link| link.has_ready(waiter)) {
             return true;
         }
         let are_many = self.far.len() > MANY;
         let is_ready = |far: &Far| match are_many && far.is_told() {
-            // The kernel's set reports new completions of this link, so only those that were taken in already are
-            // checked.
+            // The kernel's set reports the next completion of this link, so the completions are not polled here. Only
+            // entries that other threads have already moved into the ready queue count.
             true => far.news.is_queued(waiter),
             false => far.link.has_ready(waiter),
         };
@@ -707,14 +750,15 @@ impl Links {
         found.is_some()
     }
 
-    /// Whether any link has an entry for the service thread, which notifies the set (`Epoll::served`).
+    /// Whether any link has an entry in the ready queue of the service thread, which then notifies the set
+    /// (`Epoll::served`).
     fn have_told_the_service(&self) -> bool {
         let far = self.far.iter().map(|far| far.link);
         self.near.iter().copied().chain(far).any(|link| link.has_ready(SERVICE))
     }
 }
 
-/// Returns the links to other hosts with their indices, beginning with `next`.
+/// Returns the links to other hosts with their indices, beginning with index `next`.
 fn in_turn(far: &[Far], next: usize) -> impl Iterator<Item = (usize, &Far)> {
     let (before, rest) = far.split_at(next.min(far.len()));
     (before.len()..).zip(rest).chain((0..).zip(before))
@@ -730,7 +774,7 @@ impl Epoll {
             || self.served.load(Acquire) && set.links.have_told_the_service()
     }
 
-    /// Moves the entries that peers have put into the ready queues to the set's list. `of`: which links to other hosts
+    /// Moves the entries of the links' ready queues for this set to the set's list. `of`: which links to other hosts
     /// are checked. Returns true if links were skipped that may have data which the kernel's set would not report.
     fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
         let Some(waiter) = self.waiter() else { return false };
@@ -766,7 +810,7 @@ impl Epoll {
             let are_many = far.len() > MANY;
             for (at, far) in in_turn(far, *next) {
                 if are_many && far.is_told() {
-                    // Other threads may have taken in completions of this link.
+                    // Another thread may have polled this link's completions, and moved entries into the ready queue.
                     if far.news.is_queued(waiter) && drain(far.link) {
                         spoke.push(far.link);
                     }
@@ -781,8 +825,8 @@ impl Epoll {
                 }
             }
         }
-        // A ready queue does not keep an order, and each link has its own queue. The kernel's list is in the order of
-        // arrival.
+        // Sorts the entries by their times of arrival, as the kernel's list is sorted. A ready queue keeps no order,
+        // and each link has its own queue.
         come.sort_unstable();
         for (_, index) in come.drain(..) {
             set.enqueue(index);
@@ -791,17 +835,19 @@ impl Epoll {
         left == 0
     }
 
-    /// Prepares a sleep on a set with links to other hosts: their completions wake this thread, or a thread that sleeps
-    /// on another set. The links' descriptors are in the kernel's set from the first such sleep on. `None` if there are
-    /// no such links, or if the service thread handles their completions.
+    /// Prepares a sleep on a set with links to other hosts: arms the links, so that their completions make the kernel's
+    /// set readable. A completion then wakes this thread, or a thread that sleeps on another set with the same link.
+    /// The links' completion descriptors are in the kernel's set from the first such sleep on. `None` if there are no
+    /// such links, or if the service thread handles their completions.
     fn watch_links(&'static self) -> Option<Asleep> {
         let mut set = self.set.lock()?;
         if set.links.far.is_empty() || set.links.are_left {
             return None;
         }
         self.watch.enter();
-        // Read after `enter`: if the service thread begins to handle a link's completions now, it sees that a thread
-        // sleeps.
+        // `enter` counts this thread as asleep, then `taken_back` is read. A service thread that begins to handle the
+        // completions of a link does it the other way round: it changes `taken_back`, then reads the count. So one of
+        // the two sees the other.
         let taken_back = Library::get().service.taken_back.look();
         if let Some(kernel_fd) = self.kernel_fd() {
             set.links.watch(kernel_fd, taken_back);
@@ -812,7 +858,8 @@ impl Epoll {
         })
     }
 
-    /// Handles links that the kernel's set has reported.
+    /// Records that the links that the kernel's set has reported have readable completion descriptors, which have to be
+    /// armed again.
     fn on_named(&'static self, named: &Named) {
         if !named.is_none()
             && let Some(set) = self.set.lock()
@@ -822,18 +869,21 @@ impl Epoll {
         }
     }
 
-    /// Arms the links again for other threads. Several threads may sleep on one link, and this thread may have consumed
-    /// the link's event without learning which link it was.
+    /// Arms the completion descriptors of the set's links again, if other threads may sleep on them. The event of a
+    /// descriptor wakes one thread, and uses the arming up. This thread may have consumed such an event without
+    /// learning which link it belongs to.
     fn arm_for_others(&'static self) {
         if let Some(set) = self.set.lock() {
             set.links.far.iter().for_each(|far| far.remote.arm_for_others());
         }
     }
 
-    /// Prepares for a nested use: another set is about to hold this one, or a thread to sleep on it in poll() or
-    /// select().
+    /// Prepares for a nested use of the set: another set is about to hold it, or a thread is about to sleep on it in
+    /// poll() or select().
     pub(crate) fn on_nested(&'static self) {
-        // Both sides use SeqCst: this thread sees that the set is active, or `activate` sees that the set is nested.
+        // This thread publishes that the set is nested, then reads whether it is active. `activate` publishes that the
+        // set is active, then reads whether it is nested. Both are SeqCst, so at least one of the two threads sees the
+        // other's change.
         if !self.nested.load(Acquire) && !self.nested.publish(true) {
             if let Some(mut set) = self.set.lock() {
                 set.links.leave_to_service();
@@ -844,10 +894,10 @@ impl Epoll {
         }
     }
 
-    /// Makes the kernel's object of a nested set readable if an item is ready, and only then. A ring makes the object
-    /// readable until the ring is consumed. After a ring, peers do not ring again before the waiter's sleep flag has
-    /// begun a new epoch. So each thread that has taken items from the set, or has consumed a ring, calls this
-    /// afterwards.
+    /// Makes the kernel's object of a nested set readable if an item is ready, and else not readable. A ring makes the
+    /// object readable until a thread consumes the ring. Each raising of the sleep flag begins a new *epoch* of the
+    /// flag, and a peer rings once an epoch at most. So each thread that has taken items from the set, or has consumed
+    /// a ring, calls this function, which begins a new epoch.
     fn show_ready(&'static self) {
         let Some(waiter) = self.waiter() else {
             return;
@@ -858,7 +908,8 @@ impl Epoll {
         }
         waiters.enter_sleep(waiter);
         point!("nested: a new epoch has begun");
-        // In this order: if a ring of the new epoch is consumed here, the item that it was rung for is seen below.
+        // First consumes the rings, then checks the items. If this consumes a ring of the new epoch, the check finds
+        // the item that the peer has rung for.
         waiters.quiet(waiter);
         if self.is_ready() {
             waiters.ring(waiter);
@@ -869,7 +920,7 @@ impl Epoll {
 /// Counts a thread as asleep on a set with links to other hosts, until this value is dropped.
 struct Asleep {
     set: &'static Epoll,
-    /// The thread is not counted any more. The thread's own signal handlers read this too.
+    /// The thread is not counted any more. The thread's own signal handlers set this too (`hand_over`).
     has_left: AtomicBool,
 }
 

@@ -1,4 +1,4 @@
-//! The present readiness of sockets, and the calls that report it: poll, select and epoll_wait.
+//! Reports which sockets are ready now, for the calls poll, select and epoll_wait.
 
 pub(crate) mod epoll_wait;
 pub(crate) mod poll;

@@ -1,7 +1,10 @@
-//! poll() and select() over fds that the kernel reports on, and sockets that the library reports on.
+//! poll() and select() over two kinds of fds: those that the kernel reports on, and TCP sockets that the library
+//! reports on, because they are on a link or may move there.
 //!
-//! The library's sockets are left out of the array that the kernel gets, and are checked by `polling/readiness`. The
-//! other fds stay in the array, together with a bell that wakes the thread for the library's sockets.
+//! The library's sockets are left out of the array that the kernel gets; `polling/readiness` checks them. In their
+//! place the kernel's array has a *bell*, an fd of the library by which peers and other threads wake the sleeping
+//! thread. For links to other hosts it may also have completion descriptors. Of all threads that sleep for such a link,
+//! one *polls* its descriptor, and the others *stand by*: the polling thread wakes them.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
@@ -29,7 +32,7 @@ static SPINNER: Spinner = Spinner::new();
 
 /// The number of entries, including the bell's, that need no heap memory.
 const FEW: usize = 9;
-/// The longest sleep of a thread for which no waiter was left, ns.
+/// The longest sleep of a thread that has got no waiter, ns. No peer can wake the thread, so it checks at intervals.
 const WITHOUT_WAITER: u64 = 1_000_000;
 type Tokens = SmallVec<[Token; FEW]>;
 type Entries = SmallVec<[pollfd; FEW]>;
@@ -39,13 +42,13 @@ fn entry(fd: c_int, events: i16) -> pollfd {
     pollfd { fd, events, revents: 0 }
 }
 
-/// Whether the library may have to report on this fd.
+/// Whether the library reports on this fd, or may begin to during the call.
 fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.promotion.stage() != Stage::Plain,
         Entry::Epoll(set) => {
-            // From now on the kernel's object is readable while an item of the set is ready, even if the set becomes
-            // active during the wait.
+            // From now on the set's kernel object is readable while a socket is ready that the library reports. This
+            // also holds if the library takes over the first socket of the set during the wait.
             within(|| set.on_nested());
             set.is_active()
         }
@@ -53,7 +56,7 @@ fn is_ours(fd: c_int) -> bool {
     }
 }
 
-/// Whether the library may have to report on an fd in the array.
+/// Whether the library reports on an fd in the array, or may begin to during the call.
 ///
 /// # Safety
 /// `fds` is null or has `count` entries.
@@ -63,10 +66,10 @@ pub(crate) unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
     crate::sys::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
 
-/// libc's own wait for these arguments (fds, their number, time-out), with the program's signal mask.
+/// libc's own poll() for these arguments (fds, their number, time-out), with the program's signal mask.
 type Real<'a> = &'a dyn Fn(*mut pollfd, nfds_t, Timeout) -> c_int;
 
-/// Carries out poll() and its kin.
+/// Carries out poll() and its kin. Returns what poll() returns, and sets errno.
 #[inline(never)]
 pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_int {
     for p in set.iter() {
@@ -76,7 +79,8 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
         }
     }
     if Library::current().is_none() && Library::ensure().is_none() {
-        // This is a fork child that has no memory or fds to become an instance. So no socket is on a link.
+        // This process is a fork child without an instance, and has no memory or fds for one. So none of its sockets is
+        // on a link.
         return real(set.as_mut_ptr(), set.len() as nfds_t, timeout);
     }
     let deadline = timeout.deadline();
@@ -93,8 +97,8 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
     let mut is_last = deadline.is_zero();
     let mut kept = Vec::new();
     loop {
-        // First decides which entries the kernel reports on, then checks the sockets that the library reports on. In
-        // this order, a socket that the library takes over in between is seen to have moved.
+        // First decides which entries the kernel reports on, then checks the sockets that the library reports on. If
+        // the library takes over a socket in between, `merge` sees that the entry has moved.
         copy.clear();
         copy.extend(set.iter().zip(&tokens).map(|(p, token)| {
             let is_kernels = !is_watched(p.fd) && table::token(p.fd) == *token;
@@ -127,13 +131,14 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
         let mut room = SmallVec::<[(u32, Sleeper); FEW]>::new();
         let has_memory = room.try_reserve(set.len()).is_ok();
         let lease = has_memory.then(|| waiters.acquire(Kind::Polling)).flatten().map(Lease);
-        // Without memory or a waiter, only the kernel can wake the thread, so the connections go to TCP for good. Until
-        // all of them are there, the thread checks at intervals.
+        // Without memory or a waiter, only the kernel can wake the thread. So the connections go to TCP for good. Until
+        // all of them are on TCP, the thread checks at intervals.
         let is_woken = lease.is_some() || stay_on_tcp(set);
-        // Declared after the lease, and so dropped before it: the waiter's next owner may sleep on the same sockets.
+        // Declared after the lease of the waiter, and so dropped before it. A dropped sleeper is removed from its
+        // socket's list by the id of the waiter, which the waiter's next owner may have put into the same list.
         let mut sleepers = room;
-        // This thread itself may be woken by completions on links to other hosts. It takes its turns to poll before the
-        // sleepers are added: arming takes in completions, which would ring the sleepers' bell.
+        // Decides which completion descriptors this thread polls, before the sleepers are added. To arm a descriptor
+        // polls its completions once more, which would ring this thread's own bell.
         let mut pollers = std::mem::take(&mut kept);
         let mut standing_by = Vec::new();
         if let Some(lease) = &lease {
@@ -160,7 +165,8 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
             continue;
         }
         point!("poll: is about to sleep");
-        // A signal handler that has run since the call began ends the call after a last check, as in the kernel.
+        // If a signal handler has run since the call began, the call checks once more and then fails with EINTR, as in
+        // the kernel.
         let is_interrupted = thread::current().handlers() != handlers;
         let left = match deadline.left() {
             _ if is_interrupted => Timeout::ZERO,
@@ -200,8 +206,8 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
             return r;
         }
         let is_over = deadline.is_over();
-        // If nothing is ready for this call, the event was for other threads, and the thread sleeps again without a
-        // spin.
+        // If nothing is ready for this call, the sleep was ended by an event for other threads. The thread then sleeps
+        // again without a spin.
         spun = !(is_there || is_over || copy.iter().any(|c| c.revents != 0));
         if spun {
             standing_by.into_iter().for_each(StandBy::go_on);
@@ -226,7 +232,8 @@ pub(crate) fn poll(set: &mut [pollfd], timeout: Timeout, real: Real<'_>) -> c_in
     }
 }
 
-/// Takes the connections to TCP for good. Returns false if the library may still report on one of them.
+/// Takes the connections to TCP for good. Returns true if all of them are there, and false if the library may still
+/// report on one.
 #[cold]
 fn stay_on_tcp(set: &[pollfd]) -> bool {
     let sockets = || set.iter().filter_map(|p| table::socket(p.fd));
@@ -240,7 +247,7 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     tokens.clear();
     let now = crate::sys::time::tick();
     tokens.extend(set.iter().map(|p| {
-        // This removes the table's entry of an fd that was closed without a hook.
+        // `connection_at` removes the table's entry of an fd that was closed without a hook.
         let _ = call::connection_at(p.fd, now);
         if let Entry::Epoll(set) = table::lookup(p.fd) {
             set.on_nested();
@@ -249,9 +256,9 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     }));
 }
 
-/// Decides for each link to another host whether the thread polls its completion descriptor or stands by. If the last
-/// sleep ended for other threads only, `pollers` has the links that the thread polled, and it polls them again. Adds
-/// the other links to poll to `pollers`, and returns those where the thread stands by.
+/// Decides for each link to another host whether the thread polls its completion descriptor or stands by. `pollers` has
+/// the links that the thread polled in its last sleep, if that sleep was ended by an event for other threads. The
+/// thread keeps those that it may poll again, and adds further ones. Returns the links where it stands by.
 fn take_turns(set: &[pollfd], waiter: WaiterId, pollers: &mut Vec<Poller<'static>>) -> Vec<StandBy<'static>> {
     let mut standing_by: Vec<StandBy<'_>> = Vec::new();
     pollers.retain(Poller::stays);
@@ -295,8 +302,8 @@ fn unseat(copy: &mut Entries, set: &[pollfd]) {
 struct Lease(WaiterId);
 
 impl Lease {
-    /// Publishes the sockets that the kernel polls for this thread. The waiter is rung when the library begins to
-    /// report on one of them.
+    /// Publishes which sockets the kernel polls for this thread. If the library begins to report on one of them, it
+    /// rings the thread's waiter.
     fn look_on(&self, kernel: &[pollfd]) {
         let sockets = kernel.iter().filter_map(|p| table::socket(p.fd));
         let slots = sockets.fold(Slots::default(), |slots, socket| slots.with(socket.slot));
@@ -337,16 +344,18 @@ fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
     ready
 }
 
-/// Whether the kernel's entry `kernel` for the program's `entry` is wrong by now, because the library has begun or
-/// ceased to report on the socket. An fd that stands for another file since the call began is reported by neither side.
+/// Whether the kernel polls an fd that it should leave out, or leaves out one that it should poll. `entry` is the
+/// program's entry, and `kernel` is the entry that the kernel got for it. The library may have begun or ceased to
+/// report on the socket since. An fd that stands for another file since the call began should be left out, and is not
+/// reported.
 fn has_moved(entry: &pollfd, kernel: &pollfd, token: Token) -> bool {
     let is_same = table::token(entry.fd) == token;
     let is_ours = is_watched(entry.fd);
     entry.fd >= 0 && (kernel.fd >= 0 && (is_ours || !is_same) || kernel.fd < 0 && is_same && !is_ours)
 }
 
-/// Adds the kernel's results to `set`. Returns how many entries are ready. `None` if an entry has moved meanwhile, so
-/// that neither the kernel nor the library may have checked it.
+/// Adds the kernel's results to `set`. Returns how many entries are ready. `None` if an entry has moved (`has_moved`),
+/// so that possibly neither the kernel nor the library has checked it.
 fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_int> {
     let mut ready = 0;
     for ((p, k), token) in set.iter_mut().zip(kernel).zip(tokens) {
@@ -364,9 +373,9 @@ fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_in
     Some(ready)
 }
 
-/// Returns how many fds select() checks for this `count`, which the kernel bounds by the process's fd table. The
-/// program's sets need no bits for fds beyond the table. (The table has 64 or 128 entries at first, and doubles when it
-/// grows. Up to FD_SETSIZE every set has its bits.)
+/// Returns how many fds select() has to check if the program passes `count`. The kernel checks no fd beyond the
+/// process's fd table, so the program's sets may have no bits for such fds. They always have bits for fds below
+/// FD_SETSIZE. (The table has 64 or 128 entries at first, and doubles when it grows.)
 fn within_table(count: c_int) -> c_int {
     let mut size = libc::FD_SETSIZE as c_int;
     while size < count && is_in_table(size) {
@@ -382,8 +391,8 @@ fn is_in_table(fd: c_int) -> bool {
     if rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok() {
         return true;
     }
-    // The set has whole words, as the kernel reads them. Without memory for it the result is true, so that the
-    // program's own count is used.
+    // `bits` has whole words, as the kernel reads them. Without memory for it the result is true: then the program's
+    // own count is used.
     let Some(mut bits) = scratch::zeroed((fd as usize / 64 + 1) * 8) else {
         return true;
     };
@@ -407,8 +416,8 @@ pub(crate) struct Sets {
 
 const READ_EVENTS: i16 = libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND;
 const WRITE_EVENTS: i16 = libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND;
-/// The poll events that select() reports as readable and writable (select(2), "Correspondence between select and
-/// poll").
+/// The poll events for which select() reports an fd as readable, and as writable (select(2), "Correspondence between
+/// select and poll").
 const READ_READY: i16 = READ_EVENTS | libc::POLLHUP | libc::POLLERR;
 const WRITE_READY: i16 = WRITE_EVENTS | libc::POLLERR;
 
@@ -433,7 +442,7 @@ impl Sets {
 
     /// Returns the poll events that the sets ask for of an fd below the count.
     unsafe fn asked(&self, fd: c_int) -> i16 {
-        // SAFETY: by this function's contract.
+        // SAFETY: the callers pass an fd below the count, for which each set is null or has a bit.
         let asks = self
             .all()
             .into_iter()
@@ -441,7 +450,7 @@ impl Sets {
         asks.fold(0, |events, (_, asked, _)| events | asked)
     }
 
-    /// Whether the library may have to report on an fd in the sets.
+    /// Whether the library reports on an fd in the sets, or may begin to during the call.
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
@@ -481,7 +490,7 @@ impl Sets {
                 // SAFETY: each fd in `set` is below the count, so the sets are null or have its bit, by the contract.
                 match unsafe { Self::has(to, p.fd) } {
                     true if p.revents & reports != 0 => bits += 1,
-                    // SAFETY: likewise, and this set has the bit.
+                    // SAFETY: as above, and `has` has found this set's bit.
                     true => unsafe { *Self::word(to, p.fd) &= !(1 << (p.fd % 64)) },
                     false => {}
                 }

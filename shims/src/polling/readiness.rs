@@ -1,10 +1,11 @@
-//! The present readiness of a socket, for epoll, poll and select.
+//! Computes for epoll, poll and select what a socket is ready for now.
 //!
-//! A direction on the link is checked by its ring, a direction on TCP by the kernel. While a direction is scanned for
-//! markers, only payload counts as readable, not all that the kernel reports.
+//! For a direction on the link the ring decides, and for a direction on TCP the kernel. While a direction is scanned
+//! for markers, only payload counts as readable, not all that the kernel reports.
 //!
-//! If several sets or threads of this process wait on a socket, its peer notifies the service thread, which notifies
-//! all of them ([`tell`]).
+//! To *arm* a direction is to write into a word of its ring which waiter the peer has to notify. If several sets or
+//! threads of this process wait on a socket, the word names the service thread, which then notifies all of them
+//! ([`tell`]).
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
@@ -24,23 +25,24 @@ const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
 const PRI: u32 = libc::EPOLLPRI as u32;
 const WRBAND: u32 = libc::EPOLLWRBAND as u32;
 
-/// Whether a check also asks the peer for a wake-up.
+/// Whether a check also arms the direction, so that the peer sends a wake-up.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Arm {
     /// Checks only.
     No,
-    /// Asks for a wake-up if the direction is not ready now (level-triggered).
+    /// Arms the direction if it is not ready now (level-triggered).
     IfNotReady,
-    /// Asks for a wake-up at every change from now on (edge-triggered).
+    /// Arms the direction in any case, for a wake-up at the next change (edge-triggered).
     Always,
 }
 
-/// Returns what the socket is ready for (EPOLL* bits), in the directions that `events` asks for. An end or an error is
-/// always reported. The result may have bits that `events` does not have.
+/// Returns what the socket is ready for (EPOLL* bits), in the directions that `events` asks about. An end or an error
+/// is always reported. The result may have bits that `events` does not have.
 pub(crate) fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     progress(socket);
     let mut mask = if socket.has_untold() { ERR } else { 0 };
-    // Read before the directions are checked: an end must not be reported before the data that precedes it.
+    // The events of the anchor are read before the directions are checked: an end must not be reported before the data
+    // that precedes it.
     let anchor = socket.wakes.anchor.load(Acquire);
     if events & (IN | RDHUP | PRI) != 0 {
         mask |= readable(socket, arm);
@@ -62,7 +64,7 @@ pub(crate) fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
         && !socket.rx_shut.load(Acquire)
         && socket.rx.lock().is_some_and(|rx| rx.behind == Behind::Link);
     let told = if is_early { ENDED & !RDHUP } else { ENDED };
-    // A direction of TCP has ended, and the kernel reports which one.
+    // TCP has reported an end or urgent data. The kernel is asked what holds now.
     let Some(tx) = socket.tx.lock() else {
         return mask;
     };
@@ -77,7 +79,7 @@ pub(crate) fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
 /// Returns ERR if the error queue (recvmsg(2)) has an entry, else 0.
 #[cold]
 fn error_queue(socket: &'static Socket) -> u32 {
-    // Cleared before the check, so that an entry that comes later sets the bit again.
+    // The bit is cleared before the check, so that an entry that comes later sets it again.
     socket.wakes.anchor.fetch_and(!ERROR_QUEUE, SeqCst);
     let Some(_tx) = socket.tx.lock() else {
         return 0;
@@ -95,8 +97,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     let Some(mut rx) = socket.rx.lock() else {
         return 0;
     };
-    // Read under the lock: if scanning for markers has begun since an earlier check, the kernel's bytes may be a
-    // marker.
+    // The mode is read under the lock. If a scan for markers has begun since an earlier check, the kernel's bytes may
+    // be a marker.
     match socket.rx_mode.load(Acquire) {
         Mode::Link => {}
         Mode::Marked => {
@@ -113,7 +115,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         }
     }
     let bits = rx.own.bits;
-    // If `waits` holds, the link may bring more bytes, and the next bytes in TCP are RESUME.
+    // On a link between hosts: `waits` if the link may bring more bytes, in which case bytes in TCP belong to the
+    // marker RESUME; `goes_on` if the link brings no more bytes, and the stream goes on in TCP.
     let waits = rx.behind == Behind::Link;
     let goes_on = rx.behind == Behind::Tcp;
     let Some(consumer) = rx.consumer.as_mut() else {
@@ -126,7 +129,7 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.wakes.anchor.load(Acquire);
     if !ready && goes_on {
-        // The ring's last bytes have been read, and the link brings no more. The next bytes are in TCP, which is
+        // All bytes of the ring have been read, and the link brings no more. The stream goes on in TCP, which is
         // checked now.
         drop(rx);
         return match connection::leave_link_at_end(socket) {
@@ -138,8 +141,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         return if waits && socket.rx_shut.load(Acquire) {
             IN | RDHUP
         } else if !waits && anchor & ENDED != 0 {
-            // ERR is left out, because a call may have returned the error since. The kernel reports whether there still
-            // is one.
+            // The last events of the anchor decide, except for ERR: a call may have returned the error since.
+            // `evaluate` asks the kernel whether there still is an error.
             IN | anchor & ENDED & !ERR
         } else {
             0
@@ -148,8 +151,8 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     match consumer.end() {
         Ok(None) => IN,
         Ok(Some(_)) if waits => 0,
-        // The ring has the end mark and no data. Once the direction has left the link, the kernel reports what the mark
-        // means.
+        // The ring has an end mark, and all bytes before the mark have been read. The direction leaves the link, and
+        // TCP shows whether data or the end follows.
         Ok(Some(_)) => {
             drop(rx);
             if connection::leave_link_at_end(socket) {
@@ -171,7 +174,8 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
             return if tx::is_above_own_send(socket) {
                 kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
             } else if socket.tx.lock().is_some_and(|tx| tx.end.is_shut()) {
-                // A send fails at once, though the kernel's own shutdown() may come later.
+                // The program has shut the direction down. A send fails at once, so the direction counts as writable,
+                // even if the kernel's own shutdown() comes later.
                 OUT
             } else {
                 0
@@ -181,7 +185,7 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         let Some(tx) = socket.tx.lock() else {
             return 0;
         };
-        // If a marker has been announced since, the kernel's space is for that marker.
+        // If another marker was announced after the flush, the room in TCP is for that marker, so it is flushed first.
         if socket.tx_mode.load(Acquire) != Mode::Marked {
             break tx;
         }
@@ -208,21 +212,23 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     0
 }
 
-/// Held by a thread that passes wake-ups on (`tell`). The thread that gets the lock next finds all earlier wake-ups
+/// Held by a thread that passes on wake-ups (`tell`). The next thread that gets this lock finds all earlier wake-ups
 /// passed on.
 static TURN: Lock<()> = Lock::new(());
 
 /// Passes on the wake-ups that the link's peer has queued for the service thread: notifies the sets and threads that
-/// wait for those sockets. A thread that checks a set calls this first. Otherwise it could miss data that has already
-/// come, because the set does not know of it yet.
+/// wait for those sockets. If peers notify the service thread for a set (`Epoll::served`), a thread calls this before
+/// it checks the set. Otherwise the thread could miss data that has come, because the set was not notified yet.
 pub(crate) fn tell(link: &'static Link) {
-    // No lock in a signal handler that has interrupted its holder. The holder passes the wake-ups on afterwards.
+    // In a signal handler that has interrupted its own thread in this function, the lock cannot be taken. The
+    // interrupted call passes the wake-ups on afterwards.
     let Some(_turn) = TURN.lock() else { return };
     let mut sockets = Vec::new();
     link.drain_ready(SERVICE, |slot, at| sockets.push((at, slot)));
     sockets.sort_by_key(|(at, _)| *at);
     for socket in sockets.into_iter().filter_map(|(_, slot)| socket::by_slot(slot)) {
-        // The sender may wait for a reader that has closed its fd without a hook. This check finds such an fd.
+        // The peer may be waiting for this program to read, though the program has closed the fd without a hook. This
+        // check finds such an fd.
         call::look_at_anchor(socket);
         link.judge(readable(socket, Arm::No) != 0);
         rx::relieve(socket, link);
@@ -231,8 +237,8 @@ pub(crate) fn tell(link: &'static Link) {
     }
 }
 
-/// Checks whether the peer has received all bytes that a stream between hosts has given to the link. If so, the
-/// stream's way back to TCP continues.
+/// Continues the close of a stream between hosts that waits until the peer has received all its bytes: if the peer has,
+/// the stream goes on with its way back to TCP.
 pub(crate) fn look_for_confirmation(socket: &'static Socket, link: &Link) {
     let Some(remote) = link.remote() else {
         return;

@@ -1,6 +1,9 @@
 //! Room in the rings. A sender that finds no room asks for a wake-up, and gets a larger ring if its reader stands
 //! still. Between hosts it gets a send buffer of its own end instead. A receiver offers a larger ring to a sender that
 //! finds the ring too small, and shrinks a ring that is idle.
+//!
+//! Within a host a reader also offers a *reserve*: addresses for a ring of the largest size, without memory. A sender
+//! that finds no room may move to the reserve, and provides the memory.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -34,7 +37,7 @@ pub(super) enum Room {
     Unbacked,
 }
 
-/// Handles a send that has found too little room. A call that may not wait (`waits` is false) first tries to make room
+/// Handles a send that has found too little room. `waits`: the call may wait. If it may not, first tries to make room
 /// by [`take_reserve`]. If there is still none, asks the reader to notify the epoll sets when there is room, because an
 /// edge-triggered set reports only changes after this moment.
 #[cold]
@@ -56,9 +59,9 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room
     Room::Full
 }
 
-/// Tries to make room in three ways: by the reader's own count of what it has read, by the reader's reserve ring, or
-/// between hosts by a send buffer of this end. A broken ring counts as room, because the next send finds the fault.
-/// Without memory for the reserve, the result is `Unbacked`: the reader stands still, and only TCP can take the bytes.
+/// Tries to make room in three ways: by the reader's own count of what it has read, by the reader's reserve, or between
+/// hosts by a send buffer of this end. A broken ring counts as room, because the next send finds the fault. Without
+/// memory for the reserve, the result is `Unbacked`: the reader stands still, and only TCP can take the bytes.
 pub(super) fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     let Some(producer) = tx.producer.as_mut() else {
         return Room::Full;
@@ -78,9 +81,9 @@ pub(super) fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     }
 }
 
-/// Returns whether a full ring has room by the reader's own count, or can be exchanged for one with room. The program's
-/// bound on unread bytes decides how much may be used. Between hosts this call itself may move the producer to a send
-/// buffer of this end.
+/// Returns whether a full ring has room by the reader's own count, or whether there is a reserve or a send buffer with
+/// room. The program's bound on unread bytes decides how much may be used. Between hosts this call itself may move the
+/// producer to a send buffer of this end.
 pub(crate) fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
     if !producer.has_bound() {
         producer.set_bound(bound(socket));
@@ -105,8 +108,8 @@ fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
     has_borrowed
 }
 
-/// Gives the send buffer back if the peer has read all of it. Returns false if the buffer is still in use; true also if
-/// there is none.
+/// Moves the producer back to the peer's ring and gives the send buffer back, if the peer has read all of the buffer.
+/// Returns false if the buffer is still in use; true also if there is none.
 pub(crate) fn give_back(socket: &Socket) -> bool {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return true;
@@ -161,8 +164,8 @@ pub(crate) fn on_buffer_size(socket: &'static Socket) {
 /// program has set TCP_USER_TIMEOUT, the stream leaves the link.
 pub(crate) fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
     let max = config().ring_max.bytes();
-    // In mode Marked this end has not read the peer's answer to a promotion, which the sender may be waiting for (P73).
-    // The service thread then looks for the answer in TCP.
+    // In mode Marked this end has not read the marker that ends the handshake, for which the sender may be waiting
+    // (P73). The service thread then searches TCP for that marker.
     let is_answered = socket.rx_mode.load(Acquire) != Mode::Marked;
     let may_grow = |p: &Producer| {
         let grows = p.ring_size() < max && p.may_grow();
@@ -207,11 +210,11 @@ pub(crate) fn reader_at(socket: &'static Socket) -> Option<u64> {
     }
 }
 
-/// Asks the peer for the largest ring, if the reader has not moved from position `then` and only that ring makes room.
-/// The service thread calls this some time after [`report_blocked`].
+/// Asks the peer for the largest ring, if the direction has no room, only that ring would make room, and the reader has
+/// not moved from position `then`. The service thread calls this some time after [`report_blocked`].
 ///
-/// Returns the reader's position if the socket is to be checked again, else `None`. While the direction goes on, a send
-/// buffer of this end may keep its bytes. After the direction has ended, the peer has to take the rest, because this
+/// Returns the reader's position if the socket is to be checked again, else `None`. Bytes in a send buffer of this end
+/// may stay there while the direction goes on. After the direction has ended, the peer has to take them, because this
 /// process may end too.
 ///
 /// The second value is true if the reader stands still and TCP_USER_TIMEOUT bounds the wait. Then, too, the socket is
@@ -238,7 +241,7 @@ pub(crate) fn ask_for_room(socket: &'static Socket, then: u64) -> Option<(u64, b
     now.filter(|_| is_owed || times_out).map(|now| (now, times_out))
 }
 
-/// Returns whether this end keeps bytes that the peer's ring has no room for.
+/// Returns whether this end keeps bytes in a send buffer, for which the peer's ring has no room.
 fn is_behind(socket: &Socket) -> bool {
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let remote = socket.link().and_then(Link::remote);
@@ -247,7 +250,7 @@ fn is_behind(socket: &Socket) -> bool {
 
 // The receiving end.
 
-/// Offers a larger ring after a read, if the window limits the sender.
+/// Offers a larger ring after a read, if the sender has found the ring too small.
 #[inline(always)]
 pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
     if consumer.producer_limited() || consumer.is_switching() {
@@ -255,7 +258,8 @@ pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
 }
 
-/// Frees the old ring after a switch. If the window limits the sender, offers a larger ring, up to the bound.
+/// Frees the old ring after a switch to another one. If the sender has found the ring too small, offers a larger one,
+/// up to the largest that this end allows.
 #[cold]
 fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     let Some(link) = socket.link() else { return };
@@ -266,22 +270,25 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
     let now = consumer.ring_size();
     if has_moved && now > 1 << link.first_ring() {
-        // The sender itself may have moved to the reserve. The service thread is to shrink the ring when it is idle.
+        // The sender itself may have moved to the reserve, which is large. The service thread shrinks the ring when it
+        // is idle.
         Library::get().service.submit(Command::Grown);
     }
     let max = link.max_ring().min(READING);
-    // The sender's request for a larger ring stays pending while a switch of rings is under way. Without a request
-    // nothing is offered: a ring that grew after each switch would exceed what the sender may have unread.
+    // The sender's request for a larger ring (`heed_limit`) stays pending while a switch of rings is under way. Without
+    // a request nothing is offered. If the ring grew after each switch, it would exceed what the sender may have
+    // unread.
     if !consumer.is_switching() && consumer.heed_limit() && now < max {
         let max = if link.is_remote() {
-            // Between hosts the ring only doubles. The sender uses at least half of a ring (W4 in `fabric/ring`), and
-            // half must not be more than the sender may have unread. A sender that finds no room while the program does
-            // not read has a send buffer (`Link::lend`).
+            // Between hosts each offer only doubles the ring. The sender may use half of a ring even beyond its bound
+            // on unread bytes (W4 in `fabric/ring`), so half of the new ring must not exceed that bound. The old ring,
+            // which is that half, was too small for the sender. A sender that finds no room while the program does not
+            // read has a send buffer (`Link::lend`).
             (now * 2).min(max)
         } else {
-            // Within a host the ring grows in one step. No further ring can be offered before the reader has come to
-            // this one. If the reader stopped before that (both ends may be sending), the sender would be left with a
-            // small ring.
+            // Within a host the ring grows in one step, because no further ring can be offered before the reader has
+            // come to this one. If the reader stopped before that (both ends may be sending), the sender would be left
+            // with a small ring.
             max
         };
         offer(socket, link, consumer, max);
@@ -315,9 +322,8 @@ fn offer(socket: &'static Socket, link: &Link, consumer: &mut Consumer, bytes: u
 }
 
 /// Offers the largest ring that the link has room for, if the sender's ring is full while this program does not read.
-/// To be called when the peer has notified the service thread of the socket: it may have done so because it wants a
-/// larger ring (`ask_for_room`). The ring grows in one step, because a second switch of rings would wait for the
-/// reader.
+/// To be called when the peer has notified the service thread of the socket, perhaps because it wants a larger ring
+/// (`ask_for_room`). The ring grows in one step, because a second switch of rings would wait for the reader.
 pub(crate) fn relieve(socket: &'static Socket, link: &'static Link) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
@@ -339,7 +345,7 @@ pub(crate) fn relieve(socket: &'static Socket, link: &'static Link) {
     }
     if bytes <= now && now < link.max_ring() && cgroup::is_short() {
         // There is no memory for a larger ring, and the sender may be waiting for room. On TCP the kernel has memory
-        // for its bytes.
+        // for the sender's bytes.
         drop(rx);
         tx::take_back(socket, Reason::Resources);
     }
@@ -380,7 +386,7 @@ pub(crate) fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     let Some(wake) = offer_ring(link, consumer, log2) else {
         return Shrunk::Busy;
     };
-    // A new reserve is offered, because the sender may fill the small ring at any time.
+    // A new reserve is offered with the small ring, because the sender may fill that ring at any time.
     link.reserve(consumer);
     drop(rx);
     ready::notify_peer(socket, wake);

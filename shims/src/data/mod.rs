@@ -1,4 +1,5 @@
-//! Moves the bytes of a connection: sending, receiving, and what core's connection needs of its socket (`socket_io`).
+//! Moves the bytes of a connection. `tx` sends and `rx` receives, `scanning` receives from TCP that may hold markers,
+//! and `zero_copy` makes direct transfers. `socket_io` has what core's connection needs of its socket.
 
 pub(crate) mod backpressure;
 pub(crate) mod rx;

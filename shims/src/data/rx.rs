@@ -1,6 +1,16 @@
 //! Receiving: moves bytes from what the direction runs on, TCP or a link, into the program's buffers. This file has the
 //! call itself, the receive from a link, the pause of a reader that keeps up, and the count of the bytes that can be
 //! read. [`scanning`](crate::data::scanning) receives from TCP that may hold markers.
+//!
+//! Words of this file:
+//!
+//! - *piece*: one buffer of the program. `iov` is a cursor over the pieces of a call.
+//! - *to enter* and *to leave* the kernel's receive: to count the call in before, and out afterwards. A scan for
+//!   markers does not read from TCP while a call is inside.
+//! - *to hold* the connection: a call that has waited keeps the connection, even if the fd is closed (`notify/call`).
+//! - *carry*: bytes that a scan has taken out of TCP, and that the program has not read.
+//! - *landing*: the wait of a receive that has advertised its buffer, so that a device may write into it.
+//! - *kept error*: an error for the program's next call, which the kernel does not report.
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
@@ -56,7 +66,7 @@ pub(crate) enum RecvStep {
     Kernel,
     /// There is nothing to receive now.
     Empty,
-    /// The call waits with a buffer ([`Landing`]), and has to end that wait before it continues.
+    /// The call has advertised its buffer to a device ([`Landing`]). It has to withdraw the buffer before it continues.
     Leave,
     /// The attempt has received this many bytes. If the second value is true, more may be in TCP or on the link.
     Got(usize, bool),
@@ -86,11 +96,12 @@ pub(crate) unsafe fn recv(
 }
 
 /// Receives at most `want` bytes from a link by the short way, which is no more than a copy. Returns the number of
-/// bytes. Does nothing but [rest], and returns 0, unless all of this holds:
+/// bytes. If one of these conditions does not hold, returns 0, and does nothing else but a short pause if one is due
+/// ([rest]):
 ///
-/// - no other thread holds the direction's lock;
+/// - no other thread holds the direction's lock, and no receive waits for a direct transfer;
 /// - the fd was checked at this tick of the clock;
-/// - the bytes lie in one piece, and nothing is known to follow them;
+/// - the bytes lie in one span of the ring, and fill the buffer or are all that have come;
 /// - the thread was not cancelled, and `flags` allow it.
 ///
 /// # Safety
@@ -119,7 +130,7 @@ unsafe fn quick(socket: &'static Socket, fd: c_int, to: *mut u8, want: usize, fl
         Err(_) => return 0,
     };
     let n = first.min(want);
-    // Read only after the ring's tail, for the reason given in `from_link`.
+    // `is_waiting` is read only after the ring's tail, for the reason given in `from_link`.
     if n == 0 || rx.own.direct.is_waiting {
         return 0;
     }
@@ -182,12 +193,12 @@ unsafe fn recv_unless_quick(
     unsafe { recv_slow(began, iov, flags, (taken, handlers), real) }
 }
 
-/// Makes the kernel's call on a plain direction, which the caller has entered (`enter`). Returns `Break` with the
-/// call's result.
+/// Makes the kernel's call on a direction that is on TCP and was not scanned when the caller entered it (`enter`).
+/// Returns `Break` with the call's result, and leaves the kernel's receive.
 ///
-/// Returns `Continue` if the call has to go on, because markers have taken the place of bytes for the program. The
-/// value is the number of bytes that the program has. The call then still counts as inside the kernel's receive, until
-/// it leaves by [`go_on`].
+/// Returns `Continue` if the call has to go on: a scan has begun during the call, and the call has peeked, or markers
+/// were removed from the program's buffer. The value is the number of bytes that the program has. The call is still
+/// counted as inside the kernel's receive, until the caller leaves by [`go_on`].
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -225,13 +236,13 @@ unsafe fn plain(
     Break(n)
 }
 
-/// Returns the result of a receive for which the kernel has returned 0 or -1. If the library knows of an error that the
-/// kernel does not report, the receive fails with that error in place of the end.
+/// Returns the result of a receive for which the kernel has returned 0 or -1. If there is a kept error, the receive
+/// fails with it in place of the end.
 #[cold]
 fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
     if n == 0 {
-        // The send of a marker may have taken the error from the socket. It stores the error under this lock, so after
-        // the lock the error can be seen. The 0 then stands for the error, not for the end.
+        // A thread that sends a marker may have taken the error from the TCP socket. The kernel then returns 0 in place
+        // of the error. That thread keeps the error under this lock, so the error can be seen once the lock is free.
         drop(socket.tx.lock());
         return reset::take_untold(socket).map_or(0, errno::fail);
     }
@@ -242,7 +253,7 @@ fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
     n
 }
 
-/// Counts the bytes that TCP has delivered, and begins a promotion at the threshold.
+/// Counts `n` bytes that TCP has delivered, and begins a promotion at the threshold.
 #[inline]
 pub(crate) fn account(socket: &'static Socket, n: u64) {
     socket.told.count(|stats| stats.rx.add_tcp(n));
@@ -250,9 +261,9 @@ pub(crate) fn account(socket: &'static Socket, n: u64) {
 }
 
 /// Serves a receive on a direction that is not on plain TCP, or in which markers have come. `taken` is `Some(n)` if the
-/// call has returned from the kernel's receive with `n` bytes and still counts as inside ([`plain`]). `handlers` is the
+/// call has got `n` bytes from the kernel's receive, and is still counted as inside it ([`plain`]). `handlers` is the
 /// thread's count of signal handlers when the call began.
-// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 pub(super) unsafe fn recv_slow(
     began: Began,
@@ -288,8 +299,8 @@ pub(super) unsafe fn recv_slow(
         && got > 0
         && call.hold_now() == Place::Here
     {
-        // Not for a socket that another thread has closed meanwhile: its object may stand for another connection by
-        // now.
+        // The error is not kept if another thread has closed the socket meanwhile. Its object may stand for another
+        // connection by now.
         reset::keep(socket, error);
     }
     let result = Stop::result(went, &call, got);
@@ -303,8 +314,8 @@ pub(super) unsafe fn recv_slow(
                 None => real(fd),
             }
         }),
-        // The call has failed, or returns the bytes from before the wait. The bytes that a device has put into the
-        // buffer are added to the result, and an error is kept for the next call.
+        // Before the advert was withdrawn, a device has put `landed` bytes into the buffer. They are added to the bytes
+        // that the call had moved before. If the call was to fail, its error is kept for the next call instead.
         landed => {
             if result == Some(-1) {
                 reset::keep(socket, errno::get());
@@ -347,7 +358,7 @@ unsafe fn recv_loop(
             RecvStep::Again => {}
             RecvStep::Got(0, _) => return Ok(()),
             // An edge-triggered reader takes a short read for the end of the available bytes (epoll(7), question 9). So
-            // the call looks for more, without waiting. A peek does not: it has seen all that is available, and would
+            // the call checks for more, without waiting. A peek does not: it has seen all that is available, and would
             // return the same bytes again.
             RecvStep::Got(n, part) => {
                 *got += n;
@@ -357,7 +368,8 @@ unsafe fn recv_loop(
                 }
             }
             RecvStep::Kernel if *got > 0 => {
-                // All bytes of a call belong to one connection.
+                // All bytes of a call belong to one connection. So the call ends if its fd stands for another file by
+                // now.
                 if call.hold_now() != Place::Here {
                     return Ok(());
                 }
@@ -412,8 +424,8 @@ unsafe fn recv_loop(
             RecvStep::Empty if *got > 0 && !all => return Ok(()),
             RecvStep::Empty => {
                 if let Err(error) = wait::may_wait(socket, flags) {
-                    // The program asks for readiness past the hooks, so it would wait for the TCP socket alone. Nothing
-                    // would wake it for bytes on the link.
+                    // No hook has seen the program ask for readiness. If it asks by system calls of its own, it waits
+                    // for the TCP socket alone, and nothing would wake it for bytes on the link.
                     if socket.blocking.is_polled_unseen() && *got == 0 && !std::mem::replace(&mut has_returned, true) {
                         within(|| return_to_tcp(socket, Reason::UnknownEpoll));
                         continue;
@@ -450,7 +462,7 @@ fn rest_now() {
     }
 }
 
-/// Receives bytes from the ring, or bytes that a device has put into the buffer of a waiting call.
+/// Receives bytes from the ring, or bytes that a device has put into the buffer of a waiting receive.
 #[inline]
 unsafe fn from_link(
     call: &mut Call,
@@ -464,7 +476,7 @@ unsafe fn from_link(
         return Ok(RecvStep::Again);
     }
     check_place(call.place_by_name())?;
-    // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
+    // `ended` is read before the ring: when the end is seen, all bytes that precede it are in the ring.
     let ended = connection::is_over(socket, &rx);
     let rx_stays = rx.stays();
     let state = &mut *rx;
@@ -492,8 +504,8 @@ unsafe fn from_link(
         if here == 0 {
             break;
         }
-        // Read only after the ring's tail: if a call waits for a direct transfer, bytes before the tail may lie in its
-        // buffer and not in the ring.
+        // `is_waiting` is read only after the ring's tail: if a receive waits for a direct transfer, bytes before the
+        // tail may lie in the buffer of the waiting receive, and not in the ring.
         if state.own.direct.is_waiting {
             return Ok(from_buffer(rx, iov, landing));
         }
@@ -508,7 +520,7 @@ unsafe fn from_link(
         });
         got += done;
         if !peek {
-            // Of all rounds of this loop, at most one gets a wake-up, because taking the wake-up word clears it.
+            // At most one round of this loop gets a wake-up, because taking the wake-up word clears it.
             let w = consumer.consume(done);
             wake = if wake.is_none() { w } else { wake };
             // The ring's tail is read once a call. A second read would take the cache lines from a writer that is about
@@ -537,7 +549,8 @@ unsafe fn from_link(
     at_nothing(call, rx, flags, ended)
 }
 
-/// Closes the link, because its ring has shown that the peer breaks the protocol.
+/// Closes the link, because its ring has shown that the peer breaks the protocol. Returns the reason for which the call
+/// ends.
 #[cold]
 pub(super) fn broken(rx: Guard<'_, Rx>, socket: &'static Socket, error: &RingError) -> Stop {
     let _section = rx.unlock();
@@ -553,7 +566,7 @@ pub(super) fn on_read(socket: &'static Socket, stays: bool, consumer: &mut Consu
     own.last = own.seen.tick();
     if let Some(stats) = socket.told.stats() {
         stats.rx.add_link(n as u64);
-        // Between hosts the writer does not share the cache lines, so the reader need not rest.
+        // Between hosts the writer does not share the cache lines, so the reader need not pause.
         let rests = !stays && own.pace.on_read(n as u64, consumer.known(), stats.sent_on_link());
         if rests != socket.wakes.rx_rests.load(Relaxed) {
             socket.wakes.rx_rests.store(rests, Relaxed);
@@ -575,8 +588,7 @@ pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, e
         Ok(None) if socket.rx_shut.load(Acquire) => Ok(RecvStep::Got(0, false)),
         Ok(end) if !ended && (stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
-                // The ring is empty, so asking the kernel about the fd here costs the program no time: the peer may be
-                // filling the ring meanwhile.
+                // The ring is empty, so to ask the kernel about the fd delays no bytes of the program.
                 call.is_fresh = false;
                 check_place(call.place_by_kernel(&rx.own.seen))?;
                 call.hold(&mut rx.own.waiting);
@@ -594,8 +606,8 @@ pub(super) fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, e
     }
 }
 
-/// Takes the bytes that a device has put into the buffer of a waiting call. `landing` is this call's own wait; `None`
-/// means that another call waits.
+/// Takes the bytes that a device has put into the buffer of a waiting receive. `landing` is set if that is the calling
+/// receive; `None` means that another call waits.
 #[cold]
 fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landing>) -> RecvStep {
     let Some(mine) = landing else {
@@ -680,7 +692,7 @@ impl wait::Wanted for Data {
 /// Serves shutdown() of the receiving direction. The program can still read the bytes that have come, then gets the
 /// end.
 pub(crate) fn shut(socket: &'static Socket) {
-    // Set on TCP too: the direction may move to a link later.
+    // `rx_shut` is set on TCP too: the direction may move to a link later.
     socket.rx_shut.store(true, SeqCst);
     if socket.is_watched() {
         socket.wakes.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
@@ -732,8 +744,8 @@ pub(crate) fn may_have_markers(socket: &'static Socket) -> bool {
     socket.rx_mode.load(Acquire) != Mode::Tcp
 }
 
-/// Returns whether the program reads other bytes before the first byte that TCP has. If so, an urgent mark in TCP is
-/// not next.
+/// Returns whether the program reads other bytes before the first byte that TCP has. If so, urgent data in TCP is not
+/// next for the program.
 pub(crate) fn comes_before_tcp(socket: &'static Socket) -> bool {
     let mode = socket.rx_mode.load(Acquire);
     mode != Mode::Tcp
@@ -748,21 +760,21 @@ pub(crate) fn comes_before_tcp(socket: &'static Socket) -> bool {
 pub(crate) struct Uncounted {
     /// Bytes on the link that have not been read.
     pub on_link: u64,
-    /// Bytes taken from TCP that have not been read.
+    /// Bytes in the carry: a scan has taken them out of TCP, and the program has not read them.
     pub carried: u64,
-    /// Bytes of markers that TCP has brought, whether they are still in TCP or in the carry (bytes that a scan has
-    /// taken out of TCP).
+    /// Bytes of markers that TCP has brought, whether they are still in TCP or in the carry.
     pub ours: u64,
     /// When bytes were last taken from the link, by the [tick](crate::sys::time::tick); 0 means never.
     pub last: u64,
 }
 
-/// Returns the [`Uncounted`] bytes of this moment, without moving the direction. The caller holds the direction's lock.
+/// Returns the [`Uncounted`] bytes of this moment, and does not move the direction to the link or to TCP. The caller
+/// holds the direction's lock.
 pub(crate) fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
     let mode = socket.rx_mode.load(Acquire);
     let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
     let ours = match mode {
-        // All bytes that TCP has belong to a RESUME, which may not be there as a whole.
+        // All bytes that TCP has belong to the marker RESUME, which may not be complete yet.
         Mode::Link if !rx.goes_on_in_tcp() => in_tcp(),
         Mode::Marked => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
         _ => 0,

@@ -1,4 +1,5 @@
-//! Receiving from TCP while it may hold markers: a scan takes the markers out and leaves the rest to the program.
+//! Receiving from TCP while it may hold markers: a scan takes the markers out and leaves the rest to the program. A
+//! scan takes bytes out of TCP where it has to. Those that the program has not read yet are the *carry*.
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
@@ -21,8 +22,8 @@ use crate::sys::errno;
 use crate::sys::iov::Iov;
 use crate::sys::real::Cancellable;
 
-/// Scans the bytes that a call has received, because the scan for markers began while the call was in the kernel.
-/// Returns what `rx::plain` returns.
+/// Scans the bytes that a call has received, because the scan for markers began while the call was in the kernel's
+/// receive. Returns what `rx::plain` returns. `n` is the kernel's result.
 #[cold]
 pub(super) unsafe fn scanned(
     socket: &'static Socket,
@@ -37,6 +38,7 @@ pub(super) unsafe fn scanned(
         // Gathers the pieces so that a marker across two of them is seen.
         let Some(mut bytes) = scratch::zeroed(n as usize) else {
             // Without memory the markers cannot be found. They must not reach the program, and no byte may be missing.
+            // So the connection is reset.
             let _control = socket.control.lock();
             reset::reset(socket);
             return Break(errno::fail(libc::ECONNRESET));
@@ -68,8 +70,8 @@ pub(super) unsafe fn scanned(
     Break(kept)
 }
 
-/// Uncounts a call that leaves the kernel's receive, if a scan has begun during that receive. Does what other threads
-/// have left to the call (`look_again`), and closes the thread's critical section.
+/// Counts out a call that leaves the kernel's receive and during which a scan has begun. Does what other threads have
+/// left to the call (`look_again`), and closes the thread's critical section.
 #[cold]
 pub(super) fn leave_scanned(socket: &'static Socket) {
     socket.leave_rx();
@@ -78,8 +80,8 @@ pub(super) fn leave_scanned(socket: &'static Socket) {
 }
 
 /// Does what [`leave_scanned`] does, for a call that continues. The call has waited, so it first holds the connection.
-/// Otherwise a close that found the call in the kernel would end the connection when the call leaves. The call would
-/// then begin anew on the file that its fd stands for by then.
+/// Without that, a close that has found the call in the kernel would end the connection when the call leaves, and the
+/// call would go on with the file that its fd stands for by then.
 #[cold]
 pub(super) fn go_on(call: &mut Call) {
     let socket = call.socket;
@@ -89,8 +91,8 @@ pub(super) fn go_on(call: &mut Call) {
     leave_scanned(socket);
 }
 
-/// Counts a call that enters the kernel's receive, as [`Socket::enter_rx`] does. Returns false if the direction is not
-/// on plain TCP. In that case scans TCP: another thread may have seen this call counted, and left the scan to it.
+/// Counts in a call that enters the kernel's receive, as [`Socket::enter_rx`] does. Returns false if the direction is
+/// not on plain TCP. Then this also scans TCP: another thread may have seen this call counted, and left the scan to it.
 #[inline]
 pub(super) fn enter(socket: &'static Socket) -> bool {
     let entered = socket.enter_rx();
@@ -100,8 +102,8 @@ pub(super) fn enter(socket: &'static Socket) -> bool {
     entered
 }
 
-/// Uncounts a call that leaves the kernel's receive, and closes the thread's critical section. If this is the last such
-/// call, scans TCP if a scan has begun meanwhile, and ends the connection if the program has closed it.
+/// Counts out a call that leaves the kernel's receive, and closes the thread's critical section. The last such call
+/// scans TCP if a scan has begun meanwhile, and ends the connection if the program has closed it.
 #[inline]
 pub(super) fn leave(socket: &'static Socket) {
     if socket.leave_rx() {
@@ -110,9 +112,9 @@ pub(super) fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Does what no thread could do while a call was inside the kernel's receive. Scans TCP, because the kernel does not
-/// report the same bytes to an edge-triggered set again. Wakes the waiting threads. Ends a connection that the program
-/// has closed.
+/// Does what other threads had to leave to a call that was inside the kernel's receive. Scans TCP, because the kernel
+/// does not report the same bytes to an edge-triggered set again. Wakes the waiting threads. Ends a connection that the
+/// program has closed.
 #[cold]
 fn look_again(socket: &'static Socket) {
     let errno = errno::get();
@@ -121,10 +123,10 @@ fn look_again(socket: &'static Socket) {
     if socket.rx_mode.load(Acquire) == Mode::Link
         && let Some(mut control) = socket.control.lock()
     {
-        // The bytes that the call has received may have had RESUME among them.
+        // The call may have received the marker RESUME, behind the one that moved the direction to the link.
         connection::look_for_resume(socket, &mut control);
     }
-    // Other threads may have found the direction occupied meanwhile, and try again now.
+    // Other threads may have found the direction in use by this call, and try again now.
     ready::notify_local(socket);
     if socket.numbers.is_closed() {
         call::on_call_back(socket);
@@ -132,7 +134,7 @@ fn look_again(socket: &'static Socket) {
     errno::set(errno);
 }
 
-/// Receives the bytes that TCP has while the direction is scanned. `has_some`: the call has bytes already and does not
+/// Receives the bytes that TCP has while the direction is scanned. `has_some`: the call has bytes already, and does not
 /// have to wait for all (MSG_WAITALL).
 pub(super) unsafe fn from_marked(
     call: &mut Call,
@@ -179,8 +181,8 @@ pub(super) unsafe fn from_marked(
         // SAFETY: the pieces of `iov` are writable by this function's contract.
         Ahead::Payload { carry, kernel } => unsafe {
             let step = take_payload(socket, &mut rx, iov, flags, carry, kernel)?;
-            // Handles a marker behind the payload now. The anchor's event for it has been reported already, so an
-            // edge-triggered program would not call again for the marker.
+            // Handles a marker behind the payload now. The anchor's event for the marker has been reported already, so
+            // an edge-triggered program would not call again.
             if rx.scanned == 0 {
                 let _ = connection::look_ahead(socket, &mut control, rx, AtMark::Stop);
             }
@@ -209,7 +211,7 @@ unsafe fn take_payload(
         rx.carry.consume(got);
     }
     let anchor = socket.numbers.anchor_fd().ok_or(libc::EBADF)?;
-    // Without memory for a buffer, the receive takes only the carry: the bytes that a scan has taken out of TCP before.
+    // Without memory for a buffer, the receive takes only the carry.
     let mut buf = scratch::zeroed(kernel.min(iov.len()).min(4096)).unwrap_or_default();
     let mut has_peeked = false;
     // A receive ends in front of urgent data. Urgent data may follow the carry directly.

@@ -26,7 +26,7 @@ use crate::sys::{errno, real};
 ///
 /// # Safety
 /// `offset` is null or valid.
-// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 pub(crate) unsafe fn sendfile(
     socket: &'static Socket,
@@ -101,8 +101,8 @@ impl Source for File {
         };
         let done = match read {
             Ok(done) => done,
-            // The input is a pipe or the like, or the kernel's sendfile() fails with another errno. The kernel's call
-            // decides.
+            // The read has failed before a byte was sent. The input may be a pipe or the like, or the kernel's
+            // sendfile() fails with another errno than a read. So the kernel's own sendfile() decides.
             Err(error) if !self.has_begun && error != rustix::io::Errno::INTR => return Ok(None),
             Err(error) => return Err(Stop::Failed(error.raw_os_error())),
         };
@@ -115,8 +115,8 @@ impl Source for File {
         Ok(Some(done))
     }
 
-    /// Sends the rest of the file by the kernel's call. `offset`, or the file's own position, is behind the last byte
-    /// sent.
+    /// Sends the rest of the file by the kernel's sendfile(). `offset`, or the file's own position, is behind the last
+    /// byte sent.
     fn send_rest(&mut self, socket: &'static Socket, fd: c_int, _: c_int) -> ssize_t {
         // SAFETY: the program's own arguments, which it keeps valid during its call.
         let n = unsafe { real::sendfile().cancellable()(fd, self.input, self.offset, self.left) };
@@ -135,7 +135,7 @@ fn is_regular(fd: c_int) -> bool {
 
 /// Serves splice() from a socket that is on its way back to TCP. Bytes that lie on the link or among markers are copied
 /// to the pipe `to`, at most `len` bytes. Bytes in TCP are moved by `real`, libc's own call.
-// Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 pub(crate) fn splice(
     socket: &'static Socket,
@@ -149,8 +149,8 @@ pub(crate) fn splice(
     let handlers = thread::current().handlers_at_call();
     loop {
         if socket.rx_mode.load(Acquire) == Mode::Tcp && scanning::enter(socket) {
-            // If a scan began while this call waits, the markers would go into the pipe. So `splice_on` has pinned the
-            // socket to TCP before.
+            // A scan that began during this call would let markers into the pipe. None begins: before this call,
+            // `splice_on` has ruled out further promotions of the socket.
             let n = or_if_cancelled(&real, || scanning::leave(socket));
             if n > 0 {
                 account(socket, n as u64);
@@ -172,8 +172,8 @@ pub(crate) fn splice(
             is_on_tcp.set(true);
             -1
         };
-        // SAFETY: the buffer has `room` bytes. Libc's call is not made here, so only the link and what precedes a
-        // marker are read.
+        // SAFETY: the buffer has `room` bytes. `real` does not call libc, so the receive takes bytes of the link and
+        // bytes in front of markers, and stops where the direction is on plain TCP.
         let n = unsafe { recv_slow(Began::now(socket, fd), &mut iov, flags, (None, handlers), &real) };
         if n < 0 && is_on_tcp.get() {
             continue;
@@ -185,7 +185,7 @@ pub(crate) fn splice(
     }
 }
 
-/// Waits until the pipe is writable, unless `nonblocking`, and returns how many bytes it surely takes at once. If
+/// Waits until the pipe is writable, unless `nonblocking`. Returns a number of bytes that the pipe takes at once. If
 /// another writer fills the pipe between the poll and the write, the write waits. `Err` is the errno.
 fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
     /// Bytes: one page, the unit of a pipe's room.
@@ -205,7 +205,8 @@ fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
     }
 }
 
-/// Writes all `bytes` to the pipe. They were taken out of the socket for it, so this waits while the pipe is full.
+/// Writes all `bytes` to the pipe, and waits while the pipe is full. The bytes have been taken out of the socket
+/// already.
 fn write_all(pipe: c_int, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         // SAFETY: `bytes` is readable.

@@ -1,5 +1,5 @@
-//! Implements core's traits for a connection (`stream::connection`). By them the connection reaches the process around
-//! it: the kernel's socket, the links, the service thread and the statistics.
+//! Implements core's traits for a connection (`stream::connection`). By these traits the connection reaches the process
+//! around it: the kernel's socket, the links, the service thread and the statistics.
 //!
 //! No file imports this one: core's functions find these implementations by the socket's type.
 
@@ -137,8 +137,8 @@ impl SocketIo for Socket {
     }
 
     fn on_link(&self, tx: &mut Tx) {
-        // A reader may offer larger rings. If the program has set the size of its send buffer, that size bounds the
-        // unread bytes in them.
+        // A reader may offer larger rings. If the program has set the size of its send buffer, that size bounds how
+        // many bytes may be unread in these rings.
         if let Some(size) = backpressure::set_size(self)
             && let Some(producer) = tx.producer.as_mut()
         {
@@ -159,8 +159,8 @@ impl SocketIo for Socket {
 
     fn fill_ring(&self, _: &Tx) {
         if let Some(remote) = self.link().and_then(Link::remote) {
-            // SAFETY: lent memory is readable. The call that has lent it has not returned, and takes it back before it
-            // returns (`Lent`).
+            // SAFETY: lent memory (`zero_copy`) is readable. The call that has lent it has not returned, and takes it
+            // back before it returns (`Lent`).
             unsafe { remote.end().take_source(Vqpn(self.peer_vqpn.load(Relaxed))) };
         }
     }
@@ -296,8 +296,8 @@ impl Tcp for Anchor {
     fn peek_all(&self, buf: &mut [u8]) -> usize {
         let room = buf.len().min(self.unread());
         if room == 0 {
-            // As in `peek`, a receive while TCP has no bytes would take an error from the socket. So would a receive
-            // into no room.
+            // As in `peek`, a receive while TCP has no bytes would take an error from the socket. A receive into an
+            // empty buffer would do so too.
             return 0;
         }
         match rustix::net::recv(self.0, buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {

@@ -1,4 +1,4 @@
-//! How the loops of sends and receives wait, call the kernel, and end a call.
+//! How the loops of sends and receives wait, call the kernel, and end a call of the program.
 
 use std::ffi::c_int;
 
@@ -8,14 +8,15 @@ use crate::notify::call::{self, Call, Place};
 use crate::notify::wait::{self, Patience, Wanted};
 use crate::sys::errno;
 
-/// A result in place of the kernel's: a signal handler has run, and the kernel was not called.
+/// Returned in place of the kernel's result if a signal handler has run, and the kernel was not called.
 const INTERRUPTED: ssize_t = -3;
 
 /// Why a call ends before it has moved all bytes.
 pub(super) enum Stop {
-    /// The call has not begun yet, and its fd stands for another file by now: the call begins anew, from the fd table.
+    /// The call has moved no byte, and its fd stands for another file by now: the call begins again on that file.
     Anew,
-    /// The connection is no longer the call's own, for the reason that the `Place` gives.
+    /// The fd does not stand for the call's connection any more, and the connection is not held for the call. The
+    /// `Place` says why.
     Elsewhere(Place),
     /// The call fails with this errno, if it has moved no bytes.
     Failed(c_int),
@@ -51,7 +52,7 @@ impl Stop {
     }
 }
 
-/// Returns an error unless the connection is still the call's own.
+/// Returns an error unless the connection is still the call's own. `place` is the result of a check by `notify/call`.
 #[inline(always)]
 pub(super) fn check_place(place: Place) -> Result<(), Stop> {
     match place {
@@ -60,7 +61,8 @@ pub(super) fn check_place(place: Place) -> Result<(), Stop> {
     }
 }
 
-/// Makes the call hold the connection, because it is about to wait.
+/// Makes the call hold the connection, because the call is about to wait: a close by another thread then leaves the
+/// connection as it is until the call returns.
 pub(super) fn hold(call: &mut Call) -> Result<(), Stop> {
     if call.is_held() {
         Ok(())
@@ -78,8 +80,8 @@ pub(super) fn wait<A: Wanted>(call: &Call, patience: &mut Patience, moved: usize
     Ok(has_spun)
 }
 
-/// After a handler at which the kernel would restart the call, ends the call if it has moved bytes, or if its fd stands
-/// for another file by now. Otherwise the call goes on.
+/// If a signal handler has run after which the kernel would restart the call (SA_RESTART), ends the call in two cases:
+/// it has moved bytes, or its fd stands for another file by now. In all other cases the call goes on.
 fn restart(call: &Call, patience: &mut Patience, moved: usize) -> Result<(), Stop> {
     match patience.take_restart() {
         true if moved > 0 => Err(Stop::Failed(libc::EINTR)),
@@ -88,9 +90,9 @@ fn restart(call: &Call, patience: &mut Patience, moved: usize) -> Result<(), Sto
     }
 }
 
-/// Makes the kernel's own call, `real`. Does not make it if the program's call `has_waited` and a signal handler has
-/// run since the call began, because that handler could not end the kernel's wait any more. Returns [`INTERRUPTED`]
-/// with EINTR in that case.
+/// Makes the kernel's call, `real`, for a call of the program. `has_waited`: the program's call has waited in the
+/// library before. If it has, and a signal handler has run since it began, the handler could not end a wait in the
+/// kernel any more. So the kernel is not called, errno is EINTR, and the result is [`INTERRUPTED`].
 pub(super) fn unless_interrupted(has_waited: bool, patience: &Patience, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if has_waited && patience.is_interrupted() {
         errno::set(libc::EINTR);
@@ -99,8 +101,8 @@ pub(super) fn unless_interrupted(has_waited: bool, patience: &Patience, real: im
     real()
 }
 
-/// Returns how many bytes a call has moved whose [`unless_interrupted`] has returned `n`. `None` if the call is
-/// restarted. The call has moved no bytes before.
+/// Returns the number of bytes that the call has moved, by the result `n` of [`unless_interrupted`]. `None` if the call
+/// is restarted. The call had moved no bytes before.
 pub(super) fn moved<A: Wanted>(call: &Call, patience: &mut Patience, n: ssize_t) -> Result<Option<usize>, Stop> {
     if n == INTERRUPTED {
         patience.interrupt(call.socket, A::IS_DATA)?;

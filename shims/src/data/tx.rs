@@ -1,5 +1,13 @@
 //! Sending: moves the program's bytes onto what the direction runs on, TCP or a link. This file has the call itself,
 //! the direction's way back to TCP, and the wake-ups of the peer that MSG_MORE and TCP_CORK delay.
+//!
+//! Words of this file:
+//!
+//! - *piece*: one buffer of the program. `iov` is a cursor over the pieces of a call.
+//! - *to enter* and *to leave* the kernel's send: to count the call in before, and out afterwards. A marker is written
+//!   to TCP only while no call is inside.
+//! - *to hold* the connection: a call that has waited keeps the connection, even if the fd is closed (`notify/call`).
+//! - *kept error*: an error for the program's next call, which the kernel does not report.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
@@ -37,7 +45,7 @@ const PIECE: usize = 64 * 1024;
 const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
 /// The flags with which a send can go the short way ([`quick`]).
 const QUICK: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-/// The flags that keep a connection on TCP for good. They take effect before the send reaches the kernel.
+/// The flags that keep a connection on TCP for good. This is done before the send is passed to the kernel.
 const FOR_GOOD: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
 
 /// Serves send() and its kin. `real(fd)` is libc's own call with the program's other arguments. Returns what send(2)
@@ -69,7 +77,7 @@ pub(crate) unsafe fn send(
 /// - no other thread holds the direction's lock;
 /// - the fd was checked at this tick of the clock;
 /// - the ring is known to have room in one piece;
-/// - no option, shutdown, error or cancellation is pending, and `flags` allow it.
+/// - no option, shutdown, error or cancellation is pending, `flags` allow it, and no direct transfer would be tried.
 ///
 /// # Safety
 /// `from` is readable for `len` bytes.
@@ -148,8 +156,9 @@ fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
     }
 }
 
-/// Makes the program's call if the direction is on plain TCP; `None`, without a call, if it is not. `flags` are the
-/// flags of a send. `None` stands for a call that may take long even on a non-blocking socket.
+/// Makes the program's call and returns its result, if the direction is on plain TCP. Otherwise returns `None` without
+/// a call, as also if the fd stands for another file by now. `flags` are the flags of a send; they are `None` for a
+/// call that may take long even on a non-blocking socket.
 #[inline]
 pub(super) fn on_tcp(began: &Began, flags: Option<c_int>, real: impl FnOnce() -> ssize_t) -> Option<ssize_t> {
     let socket = began.socket;
@@ -174,8 +183,8 @@ pub(super) fn on_tcp(began: &Began, flags: Option<c_int>, real: impl FnOnce() ->
     None
 }
 
-/// Makes the program's call on a plain direction. If an error is still to be reported, fails with that error instead.
-/// The caller has entered the direction (`enter_tx`); this function leaves it.
+/// Makes the program's call on a plain direction, or fails with the kept error if there is one. The caller has entered
+/// the kernel's send (`enter_tx`); this function leaves it.
 #[inline]
 fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if socket.has_untold()
@@ -187,7 +196,7 @@ fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t
     in_kernel(socket, is_quick, real)
 }
 
-/// Makes the kernel's call on a plain direction and counts the bytes. The caller has entered the direction
+/// Makes the kernel's call on a plain direction and counts the bytes. The caller has entered the kernel's send
 /// (`enter_tx`); this function leaves it.
 #[inline]
 fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
@@ -217,8 +226,8 @@ pub(crate) fn is_above_own_send(socket: &'static Socket) -> bool {
     thread::current().is_inside(about(socket))
 }
 
-/// Uncounts a call that leaves the kernel's send, and closes the thread's critical section. The last such call does
-/// what has waited for it (`go_on`).
+/// Leaves the kernel's send: counts the call out, and closes the thread's critical section. The last call inside also
+/// does what other threads could not do meanwhile (`go_on`).
 #[inline]
 fn leave(socket: &'static Socket) {
     if socket.leave_tx() {
@@ -227,8 +236,8 @@ fn leave(socket: &'static Socket) {
     thread::current().end();
 }
 
-/// Calls `f` as [`on_its_file`] does; `f` leaves the direction. The caller has entered the direction (`enter_tx`). If
-/// there is no fd for the call, leaves the direction and returns `None`.
+/// Calls `f` as [`on_its_file`] does; `f` leaves the kernel's send, which the caller has entered (`enter_tx`). If there
+/// is no fd for the call, leaves the kernel's send and returns `None`.
 fn on_its_file_or_leave(call: &Call, f: impl FnOnce(c_int) -> ssize_t) -> Option<ssize_t> {
     let went = on_its_file(call, f);
     if went.is_none() {
@@ -237,8 +246,8 @@ fn on_its_file_or_leave(call: &Call, f: impl FnOnce(c_int) -> ssize_t) -> Option
     went
 }
 
-/// Does what has waited for the last call to return from the kernel's send. Writes the marker, and ends a connection
-/// that the program has closed.
+/// Does what had to wait until no call was inside the kernel's send: writes the marker that is due, and ends a
+/// connection that the program has closed.
 #[cold]
 fn go_on(socket: &'static Socket) {
     let errno = errno::get();
@@ -251,15 +260,16 @@ fn go_on(socket: &'static Socket) {
     errno::set(errno);
 }
 
-/// Counts the bytes that TCP has taken, and begins a promotion at the threshold.
+/// Counts `n` bytes that TCP has taken, and begins a promotion at the threshold.
 #[inline]
 pub(crate) fn account(socket: &'static Socket, n: u64) {
     socket.told.count(|stats| stats.tx.add_tcp(n));
     advance(socket, |progress, threshold| progress.on_sent(n, threshold));
 }
 
-/// Does nothing unless the connection is still below the promotion threshold. Then updates its progress by `count`, and
-/// begins a promotion if `count` says that the threshold is reached.
+/// If the connection is still below the promotion threshold, updates its progress by `count`. Begins a promotion if
+/// `count` returns true, which means that the threshold is reached. With the first bytes, also answers an ASK that has
+/// waited for them. Does nothing for other connections.
 #[inline]
 pub(crate) fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold) -> bool) {
     if socket.promotion.stage() == Stage::Watching {
@@ -277,8 +287,8 @@ pub(crate) fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Th
 /// Makes the service thread answer an ASK that has waited for this process to use the connection.
 #[cold]
 pub(crate) fn answer_if_asked(socket: &'static Socket) {
-    // The service thread sets `asked`, then checks whether the connection has been used. This thread does both in the
-    // other order, so at least one of the two threads sees the other's store.
+    // The service thread sets `asked`, then checks whether the connection has been used. This thread has counted the
+    // use, and reads `asked` next. So at least one of the two threads sees the other's store.
     store_load_fence();
     if socket.promotion.asked.load(SeqCst) && socket.promotion.asked.swap(false, SeqCst) {
         Library::get().service.submit(Command::Used(socket.into()));
@@ -287,9 +297,9 @@ pub(crate) fn answer_if_asked(socket: &'static Socket) {
 
 /// The source of a send's bytes.
 pub(super) trait Source {
-    /// The kernel's own call returns at once if the socket is non-blocking.
+    /// If the socket is non-blocking, the kernel's own call for this source returns at once.
     const MAY_BE_QUICK: bool = false;
-    /// The bytes are for TCP alone.
+    /// The source's bytes have to go by TCP.
     const IS_FOR_TCP: bool = false;
 
     /// Returns the bytes left.
@@ -305,11 +315,11 @@ pub(super) trait Source {
         zero_copy::NOTHING
     }
 
-    /// Moves the next `n` bytes into the ring's free part. Returns how many were moved: fewer than `n` if the source
-    /// has ended. `None` if only the kernel can read the source.
+    /// Moves the next `n` bytes into the ring's free part, `spans`. Returns how many were moved: fewer than `n` if the
+    /// source has ended. `None` if only the kernel can read the source.
     ///
     /// # Safety
-    /// The source's memory is readable, and the first `n` bytes of `spans` are the caller's.
+    /// The source's memory is readable, and the first `n` bytes of `spans` belong to the caller.
     unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<Option<usize>, Stop>;
 
     /// Passes the rest to the kernel by `fd`. Returns how many bytes TCP has taken.
@@ -341,7 +351,7 @@ impl Source for Iov {
 
     #[inline]
     unsafe fn fill(&mut self, spans: &Spans<'_>, n: usize) -> Result<Option<usize>, Stop> {
-        // SAFETY: the pieces are readable, and the ring's part is the caller's, by this function's contract.
+        // SAFETY: the pieces are readable, and the ring's part belongs to the caller, by this function's contract.
         Ok(Some(self.walk(n, |from, done, n| unsafe {
             spans.copy_in(done, from, n);
         })))
@@ -360,7 +370,7 @@ impl Source for Iov {
             // SAFETY: a piece of the program's memory, readable during the program's call.
             let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
             if n < 0 {
-                // The failed send has taken the error from the socket.
+                // The failed send has taken the error from the TCP socket, so the error is kept.
                 reset::keep(socket, errno::get());
                 return taken;
             }
@@ -394,7 +404,7 @@ enum SendStep {
     Again,
     /// Only the kernel can serve the send: make its call.
     Kernel,
-    /// Only the kernel can serve the send, and its bytes may precede a marker ([`is_above_own_send`]).
+    /// Make the kernel's call, though a marker is due: the send's bytes may precede the marker ([`is_above_own_send`]).
     Ahead,
     /// The ring or TCP has no room.
     Full,
@@ -420,7 +430,7 @@ fn after_shutdown(sent: usize, flags: c_int) -> Stop {
     Stop::Failed(libc::EPIPE)
 }
 
-// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 unsafe fn send_slow(began: Began, fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     cancellation_point();
@@ -554,10 +564,10 @@ unsafe fn send_loop<S: Source>(
     }
 }
 
-/// Returns whether the rest of a call, whose first bytes went over the link, continues in TCP. It does if the call may
-/// wait and the peer can still take the rest. The call then holds the connection, because all its bytes belong to one
-/// connection. How the peer's program uses its socket never makes a blocking send on kernel TCP return short, and few
-/// programs check for a short return.
+/// Returns whether the rest of a call, whose first bytes went over the link, is sent by TCP. It is if the call may wait
+/// and the peer can still take the rest. The call then holds the connection, because all its bytes belong to one
+/// connection. The peer's program cannot make a blocking send on kernel TCP return short, and few programs check for a
+/// short return.
 fn goes_on(call: &mut Call, flags: c_int) -> bool {
     let socket = call.socket;
     if wait::may_wait(socket, flags).is_err() || call.hold_now() != Place::Here {
@@ -566,8 +576,8 @@ fn goes_on(call: &mut Call, flags: c_int) -> bool {
     let Some(_control) = socket.control.lock() else {
         return false;
     };
-    // If the peer has ended its direction, or the connection is over, kernel TCP too returns with what it has taken.
-    // The program's next call then gets the error.
+    // If the peer has ended its direction, or the connection is over, kernel TCP also returns the number of bytes that
+    // it has taken. The program's next call then gets the error.
     let tcp = socket.tcp();
     !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
 }
@@ -724,7 +734,8 @@ impl wait::Wanted for Space {
         }
     }
 
-    /// Makes room by the reserve ring, or without memory for that ring by going back to TCP.
+    /// Tries to make room by the reserve ring (`backpressure`). Without memory for that ring, takes the connection back
+    /// to TCP. Returns true if either was done.
     #[cold]
     fn avoid_sleep(socket: &'static Socket) -> bool {
         if socket.tx_mode.load(Acquire) != Mode::Link {
@@ -751,7 +762,7 @@ impl wait::Wanted for Space {
 /// TCP_CORK): the kernel too would hold back less than a full segment (tcp(7)).
 #[inline]
 pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
-    /// Bytes. A send of this many or more wakes the peer at once.
+    /// The least size of a send that wakes the peer at once, bytes.
     const SEGMENT: usize = 16 * 1024;
     (flags & libc::MSG_MORE != 0 || socket.options.corked.load(Relaxed)) && n < SEGMENT
 }

@@ -1,9 +1,9 @@
 //! Receiving without a copy: the program reads the bytes where they lie in the ring, and releases them afterwards.
 //!
-//! The bytes of a view count as unread, so the writer does not overwrite them. When the direction leaves the link, they
-//! are read where they are, or come again by TCP. In the second case the stream leaves its ring while the program still
-//! reads there. The ring must then stay mapped, and must not go to another stream. So a view
-//! [holds](crate::objects::link::Held) the stream's number.
+//! The bytes of a view count as unread, so the writer does not overwrite them. When the direction leaves the link, the
+//! program reads them where they are, or the peer sends them again by TCP. In the second case the stream leaves its
+//! ring while the program still reads there. The ring must then stay mapped, and no other stream may get it. So a view
+//! [holds](crate::objects::link::Held) the ring by the stream's number.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Acquire;
@@ -29,12 +29,12 @@ pub(crate) type Pieces = [(*mut u8, usize); 2];
 /// Returns the next bytes that the link has brought, in at most `most` pieces, and their count: 0 at the end of the
 /// stream. Waits for them as a receive with these flags does. `Err` is the errno; EOPNOTSUPP means that the next bytes
 /// are in TCP.
-// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 pub(crate) fn view(socket: &'static Socket, fd: c_int, most: usize, flags: c_int) -> Result<(Pieces, usize), c_int> {
     let mut call = Call::new(Began::now(socket, fd), Direction::Receive);
     reclaim(socket);
-    // On a link between hosts, further bytes reach the ring only when this end takes them in.
+    // On a link between hosts, bytes reach the ring only when this end polls the link's completions.
     ready::progress(socket);
     let found = find(&mut call, most, flags);
     found.map_err(|stop| {
@@ -109,7 +109,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, pieces: &mut Pieces) -> Resu
         };
     }
     check_place(call.place_by_name())?;
-    // Read before the ring: when the end is seen, all bytes that precede it are in the ring.
+    // `ended` is read before the ring: when the end is seen, all bytes that precede it are in the ring.
     let ended = connection::is_over(socket, &rx);
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
@@ -141,7 +141,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, pieces: &mut Pieces) -> Resu
 }
 
 /// Holds the ring of the direction's stream for views, if the direction has a stream. Returns false if the ring cannot
-/// be held.
+/// be held; true also if there is no stream.
 fn hold(socket: &'static Socket) -> bool {
     let Some(control) = socket.control.lock() else {
         return false;
@@ -161,7 +161,7 @@ fn hold(socket: &'static Socket) -> bool {
         end: 0,
     });
     let can_be = rx.own.view.is_some();
-    // The former hold is dropped after the locks are released.
+    // The former hold is dropped once the locks are released.
     drop(rx);
     drop(control);
     drop(before);
@@ -199,7 +199,7 @@ pub(crate) fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
         return Err(libc::EINVAL);
     }
     if n as u64 > consumer.known() {
-        // The consumer is frozen in front of these bytes: they come again by TCP.
+        // The consumer does not read these bytes from the ring any more: they come again by TCP.
         return Err(libc::ECANCELED);
     }
     if n == 0 {

@@ -1,5 +1,6 @@
-//! Large transfers between hosts in which a device moves the bytes between the two programs' memory, past the mirror
-//! (docs/protocol.md, P90–P99). `config/ways.rs` decides which transfers are made in this way.
+//! Direct transfers, between hosts: a device moves the bytes of a large send or receive between the two programs'
+//! memory (docs/protocol.md, P90–P99). Other bytes go *by the mirror*: they are copied into this end's picture of the
+//! peer's ring, and sent from there. `config/ways.rs` decides which transfers are direct.
 //!
 //! - Put: this end's device writes the bytes of a blocking send into the buffer of the peer's blocked receive. The send
 //!   waits for such a reader only for a moment, because kernel TCP would not wait at all.
@@ -7,11 +8,13 @@
 //!   This is for a peer whose program does not wait with a buffer. The send waits a moment for room in the ring and
 //!   then for the device, while kernel TCP would wait for neither. Each failure makes later tries rarer.
 //!
-//! Both lend the program's memory to a device. Lent bytes count as sent. By the time the call returns, the peer has
-//! taken the lent bytes, or the rest of them was copied into the mirror. No device reaches the program's memory any
-//! more.
+//! Both *lend* the program's memory to a device. Lent bytes count as sent. By the time the call returns, the peer has
+//! taken the lent bytes, or the rest of them was copied into the mirror, and no device can reach the program's memory
+//! any more.
 //!
-//! A blocking receive gives its buffer to a device in the same way ([`Landing`]).
+//! A blocking receive gives its buffer to a device in the same way ([`Landing`]), by a message that names the buffer
+//! (an *advert*). Direct transfers have a queue pair of their own beside the link's, the *bulk* queue pair. If it is
+//! given up, its devices cannot reach the memory any more.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -40,26 +43,26 @@ use crate::sys::time::{Timeout, now_ns};
 /// The smallest send that may go directly, bytes. A smaller `RDMASOCK_ZCOPY_MIN` does not lower it.
 pub(super) const LEAST: usize = 4096;
 
-/// How long a send waits for a reader with a buffer, ns. `READER_BACK_WITHIN` is for a reader that has just read a
-/// direct transfer and may have to be woken.
+/// How long a send waits for a reader with a buffer, ns. `READER_BACK_WITHIN` applies if the last such wait has
+/// succeeded: the reader has just read a direct transfer, and may have to be woken.
 const READER_WITHIN: u64 = 200_000;
 const READER_BACK_WITHIN: u64 = 1_000_000;
 /// A send that waits for a reader also waits while the reader reads earlier bytes. `READS_WITHIN` bounds the time
 /// without progress, and `ALL_READ_WITHIN` the whole wait, ns.
 const READS_WITHIN: u64 = 500_000;
 const ALL_READ_WITHIN: u64 = 10_000_000;
-/// How long the peer's program may take until it has taken the written bytes from its buffer, ns. The rest then goes by
-/// the mirror.
+/// How long the peer's program may take to accept the bytes that were written into its buffer, ns. After that the rest
+/// goes by the mirror.
 const WRITTEN_WITHIN: u64 = 100_000_000;
 /// A send that wants to lend memory waits for room in the reader's ring. `ROOM_WITHIN` bounds the time without
-/// progress, and `ALL_ROOM_WITHIN` the whole wait, ns. If the library at the reader's end has to be asked,
-/// `ANSWER_WITHIN` bounds the time until its answer, ns: it answers without its program.
+/// progress, and `ALL_ROOM_WITHIN` the whole wait, ns. If the library at the reader's end is asked how far the reader
+/// has read, `ANSWER_WITHIN` bounds the time until its answer, ns. The library answers without its program.
 const ROOM_WITHIN: u64 = 500_000;
 const ALL_ROOM_WITHIN: u64 = 5_000_000;
 const ANSWER_WITHIN: u64 = 50_000_000;
 /// How long a send sleeps while the peer's device reads the lent bytes, ns: `READ_WITHIN` until the device begins, and
-/// `READ_BYTE_WITHIN` for each byte. After that the send polls for a while, and then gives up the bulk queue pair,
-/// which carries direct transfers (`Remote::await_word`).
+/// `READ_BYTE_WITHIN` for each byte. After that the send polls for a while, and then gives up the bulk queue pair
+/// (`Remote::await_word`).
 const READ_WITHIN: u64 = 50_000_000;
 const READ_BYTE_WITHIN: u64 = 50;
 
@@ -67,15 +70,15 @@ const READ_BYTE_WITHIN: u64 = 50;
 pub(super) enum Went {
     /// This many bytes went directly.
     Directly(usize),
-    /// No byte went directly. The next bytes go by the mirror: all except the last `first` bytes of the send. These
-    /// begin with a large piece, which the next attempt may send directly. 0: all bytes go by the mirror.
+    /// No byte went directly. All bytes go by the mirror, except the last `first` bytes of the send: these begin with a
+    /// large piece, which the next attempt may send directly. `first` is 0 if there is no such piece.
     Not { first: usize },
 }
 
 pub(super) const NOTHING: Went = Went::Not { first: 0 };
 
-/// Sends from the next piece of `iov` directly, if a reader waits with a buffer or does so within a moment. If none
-/// does, offers the piece to the reader's device. The call began with `total` bytes.
+/// Sends from the next piece (buffer) of `iov` directly, if a reader waits with a buffer or does so within a moment. If
+/// none does, offers the piece to the reader's device. The call began with `total` bytes.
 pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> Went {
     let socket = call.socket;
     let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
@@ -213,18 +216,19 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
             return true;
         }
         if remote.end().confirmed(theirs).is_none_or(|until| until >= sent) {
-            // The answer has come. The reader may be about to read, so the send waits for it a little longer.
+            // The peer has confirmed all bytes, so the answer has come if one was asked for. The reader may be about to
+            // read, so the send waits for it a little longer.
             answer_until = answer_until.map(|until| until.min(now + ROOM_WITHIN));
         }
         let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
         let left = until.max(answer_until.unwrap_or(0)).saturating_sub(now);
         if left == 0 && answer_until.is_none() && aside(socket).is_some() {
-            // Asks the library at the reader's end, whose answer also reports how far the reader has read. Unasked it
-            // does not report less than a quarter of the ring (P55). The producer cannot leave the send buffer before
-            // this end knows that all its bytes were read.
+            // Asks the library at the reader's end to confirm, which also reports how far the reader has read. Without
+            // being asked, it reports only every quarter of the ring (P55). The producer cannot leave the send buffer
+            // before all bytes in it are known to be read.
             remote.end().unconfirmed(theirs);
-            // The answer comes behind bytes that this end has not sent yet, if there are any, and these wait for the
-            // reader.
+            // The peer answers behind the bytes that this end has not sent yet. If there are any, they wait for the
+            // reader to make room, and so does the answer.
             let depends_on_reader = remote.end().unsent(theirs) > 0;
             let within = if depends_on_reader { ROOM_WITHIN } else { ANSWER_WITHIN };
             answer_until = Some(now + within);
@@ -252,8 +256,8 @@ fn free(socket: &Socket) -> usize {
     producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
 }
 
-/// Returns the producer's position if it writes aside, into a send buffer of this end, because the peer's ring had no
-/// room.
+/// Returns the producer's position if it writes into a send buffer of this end, because the peer's ring had no room.
+/// `None` if it does not.
 fn aside(socket: &Socket) -> Option<u64> {
     let tx = socket.tx.lock()?;
     let producer = tx.producer.as_ref().filter(|producer| producer.is_aside());
@@ -273,15 +277,15 @@ fn lend(
     let (socket, end) = (call.socket, remote.end());
     let least = remote.direct_min();
     let is_written = role == Role::Source;
-    // SAFETY: the memory is the program's buffer, which the device only reads. `pinned`, or the `Lent` that takes it
-    // over, is dropped before the call returns.
+    // SAFETY: the memory is the program's buffer, which the device only reads. `pinned`, or the `Lent` that `pinned` is
+    // moved into, is dropped before the call returns.
     let Some(pinned) = (unsafe { Pinned::new(remote, memory, wanted, least, role) }) else {
         return (0, 0);
     };
     let lent = socket.tx.lock().and_then(|mut tx| {
         let state = &mut *tx;
         let producer = state.producer.as_mut()?;
-        // Since the peer's number was read, the stream may have left the link and come back as another stream.
+        // Since the peer's number was read, the stream may have left the link, and come back to it as another stream.
         let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
         let is_open = is_same && !state.end.is_shut() && !socket.wakes.is_dead();
         if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
@@ -291,8 +295,8 @@ fn lend(
         // next.
         let half = producer.ring_size() as usize / 2;
         let most = if is_written { wanted } else { wanted.min(half) };
-        // If the ring is too small for the piece, asking it for `len` bytes makes it grow. No more is lent than the
-        // ring has room for, though nothing is copied into it.
+        // `spans` is asked for the whole piece: if the ring is too small for that, it grows later. No more is lent than
+        // the ring has room for, though nothing is copied into it.
         let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
         let (from, bytes) = (producer.position(), pinned.len.min(room));
         let (address, key) = (memory.expose_provenance(), pinned.key);
@@ -357,8 +361,8 @@ struct Lent {
 }
 
 impl Lent {
-    /// Waits until the peer's device has stopped reading the memory. When this returns, the peer's end has confirmed
-    /// that, or the device can no longer reach the memory.
+    /// Waits until the peer's device does not read the memory any more: the peer's end has confirmed that, or the
+    /// device can no longer reach the memory.
     fn await_end(&mut self) {
         let (end, theirs) = (self.remote.end(), self.theirs);
         let was_ended = std::mem::replace(&mut self.is_ended, true);
@@ -376,7 +380,7 @@ impl Drop for Lent {
         }
         let (end, theirs) = (self.remote.end(), self.theirs);
         self.await_end();
-        // SAFETY: what is lent is the program's buffer, which stays readable until the call returns. The call drops
+        // SAFETY: the lent memory is the program's buffer, which stays readable until the call returns. The call drops
         // this value first.
         let left = unsafe { end.take_source(theirs) };
         if self.role == Role::Source && left.is_some_and(|left| left > 0) {
@@ -431,14 +435,13 @@ impl Wanted for Taken {
     }
 }
 
-/// The wait of a receive into whose buffer a device may write, past the ring. The peer's device does so after this end
-/// has sent an advert, a message that names the buffer (docs/protocol.md, P90–P95). This end's device does so by a READ
-/// of memory that the peer's program lends (P97). Bytes in the buffer count as the ring's next bytes, though the ring
-/// does not have them.
+/// The wait of a receive into whose buffer a device may write. The peer's device does so after this end has sent an
+/// advert (docs/protocol.md, P90–P95). This end's device does so by a READ of memory that the peer's program lends
+/// (P97). Bytes in the buffer count as the ring's next bytes, though the ring does not have them.
 ///
 /// The buffer is registered with the device for one wait. Before the call returns, in any way, the peer has confirmed
 /// that it writes no more, and all READs have completed. If the peer does not answer, the bulk queue pair is given up
-/// instead, and its device can no longer write. Then the registration ends too.
+/// instead. Then the registration ends too.
 pub(crate) struct Landing {
     /// The socket whose call waits.
     pub(super) socket: &'static Socket,
@@ -453,8 +456,8 @@ pub(crate) struct Landing {
 }
 
 impl Landing {
-    /// Advertises the next piece of `iov` to the peer. The call is about to wait, holds the connection and has found
-    /// the ring empty. Returns `None` if an advert does not pay or is not possible. Preserves errno.
+    /// Advertises the next piece of `iov` to the peer, for a call that is about to wait, holds the connection, and has
+    /// found the ring empty. Returns `None` if an advert does not pay or is not possible. Preserves errno.
     pub(crate) fn new(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
         let errno = errno::get();
         let landing = Self::advertise(socket, iov);
@@ -490,12 +493,12 @@ impl Landing {
         if len < least {
             return None;
         }
-        // SAFETY: the memory is the program's buffer, which only this call uses before it returns. This value is
+        // SAFETY: the memory is the program's buffer, which no other code uses before the call returns. This value is
         // dropped before that.
         let pinned = unsafe { Pinned::new(remote, memory, len, least, Role::Target) }?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
-            // Since `mine` was looked up, the stream may have left the link and come back as another stream.
+            // Since `mine` was looked up, the stream may have left the link, and come back to it as another stream.
             let is_same = is_on_link() && link.slot_of(mine) == Some(socket.slot);
             let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
             let buffer = Buffer {
@@ -542,7 +545,7 @@ impl Landing {
         let (landed, event) = self.look().unwrap_or((0, Event::DirectReceived));
         rx.own.direct.on_landed(landed, now_ns());
         self.is_taken = true;
-        // No more bytes are taken than the ring counts: after RESUME the others come by TCP.
+        // No more bytes are taken than the ring counts. After RESUME the others come by TCP.
         let Some(consumer) = rx.consumer.as_mut().filter(|_| landed > 0) else {
             return (0, Wake::NONE);
         };
@@ -589,8 +592,8 @@ impl Landing {
         }
     }
 
-    /// Copies the bytes from the buffer into the ring, where the next call finds them, because this call is being
-    /// unwound and cannot return them.
+    /// Copies the bytes from the buffer into the ring, where the next call finds them. This call cannot return them,
+    /// because its thread is being cancelled and unwinds.
     #[cold]
     fn put_back(&mut self) {
         self.end_wait();

@@ -25,7 +25,7 @@ const MINE: Nonce = Nonce::from_bytes([0xc0; 16]);
 const THEIRS: Nonce = Nonce::from_bytes([0xc1; 16]);
 const DATA: usize = 50_000;
 
-/// Returns a socket whose sending direction is on the link, though the peer has given up the attempt (ABORT). The next
+/// Returns a socket whose sending direction is on the link, though the peer has ended the handshake by ABORT. The next
 /// bytes that the peer writes to TCP are data, then RESUME. Also returns both TCP streams.
 fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = unanswered(Closing::Switch);
@@ -47,8 +47,8 @@ fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     (socket, ours, theirs)
 }
 
-/// Returns a socket that has ended its part of the handshake by the marker `closing`, and has not got the peer's last
-/// marker. Also returns both TCP streams.
+/// Returns a socket that has ended the handshake on its side by the marker `closing`, and has not got the peer's
+/// closing marker. Also returns both TCP streams.
 fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = accepted();
     let mut resume = Resume::default();
@@ -118,7 +118,7 @@ fn who_has_not_read_what_precedes_resume_can_send_and_then_reads_all_of_it() {
         let to = got.get_mut(at..).unwrap();
         let mut iov = crate::sys::iov::Iov::one(to.as_mut_ptr().cast(), to.len().min(7_001));
         let fd = ours.as_raw_fd();
-        // SAFETY: a piece of the vector.
+        // SAFETY: `iov` is a part of the vector, which is writable.
         let n = unsafe { crate::data::rx::recv(socket, fd, &mut iov, 0, &|_| 0) };
         at += usize::try_from(n).unwrap();
     }
@@ -143,7 +143,7 @@ fn discard_takes_what_it_was_asked_for() {
     let mut got = [0u8; 25];
     let mut recv = |len, flags| {
         let mut iov = crate::sys::iov::Iov::one(got.as_mut_ptr().cast(), len);
-        // SAFETY: a piece of the array.
+        // SAFETY: `iov` is a part of the array, which is writable.
         let n = unsafe { crate::data::rx::recv(socket, ours.as_raw_fd(), &mut iov, flags, &|_| 0) };
         (n, got[0])
     };
@@ -225,7 +225,7 @@ fn the_end_of_tcp_behind_unread_data_lets_the_kernel_answer() {
     assert_eq!(socket.tx_mode.look(), Mode::Tcp);
 }
 
-/// A marker that can no longer be sent leaves the error in the socket: SO_ERROR, poll and each call of the program
+/// A marker that can no longer be sent leaves the error in the TCP socket: SO_ERROR, poll and each call of the program
 /// still report it.
 #[test]
 fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
@@ -355,7 +355,7 @@ fn a_direction_that_is_shut_behind_an_end_is_the_kernels_to_shut_when_the_last_m
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
 }
 
-/// Receives 64 bytes with `flags` into an array of `pieces` pieces. While the call is in the kernel, a scan begins and
+/// Receives 64 bytes with `flags` into an array of `pieces` buffers. While the call is in the kernel, a scan begins and
 /// `stream` arrives: 64 bytes of payload with markers among them. Returns what the call has received.
 fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<u8> {
     let (socket, ours, theirs) = accepted();
@@ -367,7 +367,7 @@ fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<
             iov_len: piece.len(),
         })
         .collect();
-    // SAFETY: pieces of the array.
+    // SAFETY: the pieces are parts of the array.
     let mut iov = unsafe { crate::sys::iov::Iov::many(pieces.as_ptr(), pieces.len()) }.unwrap();
     let kernel = |fd| {
         if socket.rx_mode.look() == Mode::Tcp {
@@ -375,10 +375,10 @@ fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<
             (&theirs).write_all(stream).unwrap();
             until(|| rustix::io::ioctl_fionread(&ours).unwrap() as usize == stream.len());
         }
-        // SAFETY: the same pieces.
+        // SAFETY: the pieces are parts of the array, which is writable.
         unsafe { libc::readv(fd, pieces.as_ptr(), pieces.len() as c_int) }
     };
-    // SAFETY: pieces of the array.
+    // SAFETY: the pieces are parts of the array, which is writable.
     let n = unsafe { crate::data::rx::recv(socket, ours.as_raw_fd(), &mut iov, flags, &kernel) };
     crate::startup::lifecycle::before_close(ours.as_raw_fd());
     got[..usize::try_from(n).unwrap()].to_vec()

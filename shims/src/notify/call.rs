@@ -1,17 +1,18 @@
-//! A call that receives or sends keeps its connection, even if its fd is closed or reused meanwhile.
+//! Ties a receive or send of the program to its connection, even if the fd is closed or reused during the call.
 //!
 //! The kernel looks an fd up once, and holds the file until the call returns. This module does the same in two phases:
 //!
 //! - Until a call has waited or moved a byte, no other thread can observe that it has begun. If its fd comes to stand
-//!   for another file meanwhile, the call begins again on that file.
-//! - From its first wait on, the call is counted in its direction (`Rx::waiting`, `Tx::waiting`). A close then leaves
-//!   the connection as it is until the last counted call has returned (`process/close`).
+//!   for another file before that, the call begins again on that file.
+//! - From its first wait on, the call *holds* the connection: it is counted in its direction (`Rx::waiting`,
+//!   `Tx::waiting`). A close then leaves the connection as it is until the last counted call has returned
+//!   (`process/close`).
 //!
 //! Calls inside the kernel's own receive or send are counted by `Socket::enter_rx` and `enter_tx`.
 //!
-//! Threads also detect the end of a connection here. Either the fd stands for another file by now, or the last call
-//! returns that a close has waited for. The work of a close is in `process/close`, in a layer above, which
-//! [registers](tell) its functions.
+//! This module also detects that a connection has ended: its fd was closed without a hook, or the last call has
+//! returned that a close was waiting for. The work of a close is in `process/close`, in a layer above, which registers
+//! its functions here ([`tell`]).
 
 use std::ffi::c_int;
 use std::ops::Deref;
@@ -66,12 +67,12 @@ pub(crate) struct Call {
     is_counted: bool,
     /// The direction counts this call as waiting, or has done so before.
     was_counted: bool,
-    /// The fd was checked when the call began to wait, and data or space came while the thread spun. So the fd is not
-    /// checked again.
+    /// The fd was checked when the call began to wait, and data or space came while the thread spun. So the fd need not
+    /// be checked again.
     pub is_fresh: bool,
 }
 
-/// A call has the fd and the socket on which it began.
+/// The fd and the socket on which the call began.
 impl Deref for Call {
     type Target = Began;
 
@@ -81,7 +82,7 @@ impl Deref for Call {
     }
 }
 
-/// The result of a call's check whether the connection is still its own.
+/// The result of a check whether the call may go on with its connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// The connection is still the call's own: the fd stands for it, or the call holds it.
@@ -105,8 +106,8 @@ impl Call {
         }
     }
 
-    /// Checks whether the socket is still the one on which the call began. The caller holds the direction's lock, under
-    /// which it has read `seen`.
+    /// Checks whether the call may go on with its connection, by the table and then by the kernel. The caller holds the
+    /// direction's lock, which protects `seen` (when an fd was last seen to stand for the socket).
     #[inline]
     pub(crate) fn place(&self, seen: &Seen) -> Place {
         match self.place_by_name() {
@@ -115,7 +116,7 @@ impl Call {
         }
     }
 
-    /// Makes the check of `place` by the table alone, which knows the closes that hooks have seen.
+    /// Makes the check of `place` by the fd table alone, which knows the closes that hooks have seen.
     #[inline]
     pub(crate) fn place_by_name(&self) -> Place {
         if self.is_named() {
@@ -137,7 +138,7 @@ impl Call {
 
     #[cold]
     fn place_when_due(&self, seen: &Seen) -> Place {
-        // A check by the other direction at the same tick is recent enough.
+        // A check in the other direction at the same clock tick suffices.
         let place = self.place_if(|| self.socket.numbers.is_seen(self.fd, time::tick()));
         if place != Place::Here {
             seen.forget();
@@ -152,10 +153,11 @@ impl Call {
         self.place_if(|| self.socket.numbers.is_behind(self.fd))
     }
 
-    /// Checks the table, then calls `is_behind`, which returns whether the fd stands for the socket.
+    /// Checks the table, then the kernel: `is_behind` returns whether the fd stands for the socket by the kernel's
+    /// answer.
     #[inline]
     fn place_if(&self, is_behind: impl FnOnce() -> bool) -> Place {
-        // The service thread may have found the fd lost since this call checked the table.
+        // Since this call checked the table, the service thread may have found that the fd was closed without a hook.
         if !self.is_named() {
             return self.place_without_number();
         }
@@ -176,7 +178,7 @@ impl Call {
     }
 
     /// Counts the call as waiting: from now on the call holds the connection. `waiting` is the direction's count. The
-    /// caller holds the direction's lock, and has just checked the place.
+    /// caller holds the direction's lock, and has just checked that the place is `Here`.
     #[inline]
     pub(crate) fn hold(&mut self, waiting: &mut u32) {
         if !self.is_counted {
@@ -206,8 +208,8 @@ impl Call {
         self.is_counted
     }
 
-    /// Checks the place, and if it is `Here` counts the call as waiting ([`Self::hold`]). The caller holds no lock. In
-    /// a signal handler that has interrupted the lock's holder, returns `Here` without counting.
+    /// Checks the place, and if it is `Here` makes the call hold the connection ([`Self::hold`]). The caller holds no
+    /// lock. In a signal handler that has interrupted the lock's holder, returns `Here`, and the call holds nothing.
     pub(crate) fn hold_now(&mut self) -> Place {
         let place = self.locked(|call, seen, waiting| {
             let place = call.place(seen);
@@ -257,10 +259,10 @@ impl Drop for Call {
     }
 }
 
-/// Calls `f` with an fd of the connection, for the kernel's own call. `None` if the TCP socket is gone. For a call that
-/// has waited, the fd is a duplicate: the program may close its own fd, and another file may get the same number,
-/// before the kernel looks the number up.
-// Not inlined: the forced unwind of pthread_cancel runs the copy's destructor here (see `hooks`).
+/// Calls `f` with an fd of the connection, for the kernel's own call. `None` if the TCP socket is gone. If the call
+/// holds the connection, the fd is a duplicate: the program may close its own fd, and another file may get the same
+/// number, before the kernel looks the number up.
+// Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 pub(crate) fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
     if !call.is_held() {
@@ -280,7 +282,7 @@ pub(crate) fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<
 
 /// The functions that [`tell`] registers.
 pub(crate) struct Told {
-    /// Called when a call returns that began before the connection was closed.
+    /// Called when a call has returned that began before the connection was closed.
     pub on_call_back: fn(&'static Socket),
     /// Called when an fd was closed without a hook, and may stand for another file already. The table has no entry for
     /// the fd any more.

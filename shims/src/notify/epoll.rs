@@ -1,20 +1,23 @@
 //! Epoll sets: the object behind a program's epoll fd, the sockets in it, and epoll_ctl(). Waits are in
 //! `polling/epoll_wait`.
 //!
-//! The kernel's set is the kernel's epoll object behind the same fd. A socket on plain TCP is in the kernel's set, with
-//! the program's own data, and the library only keeps an item for it. When a promotion begins, the socket is *taken
-//! over*: it is removed from the kernel's set, and the library reports it from its own list of ready items. When the
-//! socket is back on TCP for good, it is *handed back*.
+//! The *kernel's set* is the kernel's epoll object behind the same fd. A socket on plain TCP is in the kernel's set,
+//! with the program's own data, and the library only keeps an *item* for it (a socket under one fd). When a promotion
+//! begins, the item is *taken over*: it is removed from the kernel's set, and the library reports it from its own list
+//! of ready items. When the socket is back on TCP for good, the item is *handed back*. A disabled item (EPOLLONESHOT
+//! has fired) is *parked* instead: it is in neither set until its EPOLL_CTL_MOD.
 //!
 //! Two sources fill the library's list:
 //!
 //! - the ready queues of the links, with one entry for each stream that has changed, so a wait costs O(ready);
 //! - the service thread, for events on the TCP socket.
 //!
-//! The kernel's set also holds the bell of this set: the fd that the set's waiter polls (`objects/waiters`). Its data
-//! is a [key](key_of_this_process) by which the library recognises the bell in a result. So one sleep in the kernel
-//! ends for events of the kernel's set and for items of the library's list. If sockets are on links to other hosts, the
-//! kernel's set also holds the completion descriptors of these links, and reports which links have completions.
+//! With the first item that is taken over, the set becomes *active*: waits use the library's list too. From then on the
+//! kernel's set also holds the set's *bell*, the fd that the set's waiter polls (`objects/waiters`). Its data is a
+//! [key](key_of_this_process) by which the library recognises the bell in a result. To *ring* makes the bell readable.
+//! So one sleep in the kernel ends for events of the kernel's set and for items of the library's list. If sockets are
+//! on links to other hosts, the kernel's set also holds the completion descriptors of these links, and reports which
+//! links have completions. A set is *nested* if another set holds it, or if poll() or select() was called on it.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -56,15 +59,15 @@ pub(crate) struct Item {
     fd: c_int,
     pub(crate) events: u32,
     pub(crate) data: u64,
-    /// The item is taken over: the kernel's set no longer has it.
+    /// The item is taken over: the library reports it, and the kernel's set does not have it.
     pub(crate) taken: bool,
     /// The number of the last result that lists the item (see [`Set::results`]).
     pub(crate) listed_in: u64,
-    /// The item is in `ready`.
+    /// The item's index is in the set's list `ready`.
     pub(crate) queued: bool,
     /// EPOLLONESHOT has fired for the item, which stays silent until EPOLL_CTL_MOD arms it again.
     pub(crate) disabled: bool,
-    /// The item is removed, but still in `ready`.
+    /// The item is removed. Its index is not reused while the index is still in `ready`.
     pub(crate) dead: bool,
 }
 
@@ -74,13 +77,13 @@ impl Item {
         !self.dead && std::ptr::eq(self.socket, socket)
     }
 
-    /// Whether the item is disabled, and its socket was handed back. Such an item is in neither set until its
-    /// EPOLL_CTL_MOD: the kernel's set would report the end of the connection even for a disabled item.
+    /// Whether the item is parked: disabled, and handed back. The kernel's set would report the end of the connection
+    /// even for a disabled item, so the item is in neither set.
     fn is_parked(&self) -> bool {
         self.disabled && !self.taken
     }
 
-    /// Carries out an EPOLL_CTL_MOD.
+    /// Applies an EPOLL_CTL_MOD of the program to the item.
     fn arm(&mut self, event: libc::epoll_event) {
         self.events = event.events;
         self.data = event.u64;
@@ -93,7 +96,7 @@ pub(crate) struct Set {
     pub(crate) items: Vec<Item>,
     pub(crate) free: Vec<usize>,
     pub(crate) ready: VecDeque<usize>,
-    /// Items that peers have put into ready queues, each with the time at which it was queued. Empty outside
+    /// Items whose entries peers have put into ready queues, each with the time of its entry. Empty outside
     /// `Epoll::sweep`.
     pub(crate) come: Vec<(u64, usize)>,
     /// The number of results of epoll_wait() so far that list an item of this set.
@@ -107,7 +110,7 @@ pub(crate) struct Set {
 #[repr(align(64))]
 pub(crate) struct Epoll {
     pub(crate) set: Lock<Set>,
-    /// The set's waiter as a word (`WaiterId::to_word`); 0: none.
+    /// The id of the set's waiter as a word (`WaiterId::to_word`); 0: none.
     waiter: AtomicU32,
     /// The data of the bell in the kernel's set ([`key_of_this_process`]); 0 before the bell is added.
     pub(crate) key: AtomicU64,
@@ -118,24 +121,26 @@ pub(crate) struct Epoll {
     own: AtomicI32,
     /// Changes when the object is reused for another set.
     pub(crate) generation: AtomicU32,
-    /// The number of calls of epoll_wait() that hold the set. The set is not reused for another set before they return.
+    /// The number of calls of epoll_wait() that hold the set (`epoll_wait::Wait`). The object is not reused for another
+    /// set before they return.
     pub(crate) inside: Presence,
-    /// The program has closed the last fd, and waits that began before have not returned.
+    /// The program has closed the last fd, and calls of epoll_wait() that began before have not returned.
     pub(crate) closed: Published<AtomicBool>,
     /// Another set holds this one, or poll() or select() was called on it. So the kernel's object must be readable
     /// while an item is ready, and peers have to ring even if no thread sleeps in epoll_wait().
     pub(crate) nested: Published<AtomicBool>,
     /// For some of the set's sockets, peers notify the service thread and not this set's waiter (`readiness::tell`).
     pub(crate) served: AtomicBool,
-    /// For a nested set: the set itself counts as one sleeper in the waiter's sleep flag, so that peers ring.
+    /// For a nested set: the set itself counts as one sleeper in the waiter's sleep flag, so that peers ring even if no
+    /// thread sleeps in epoll_wait().
     pub(crate) shown: Published<AtomicBool>,
     /// For a fork child: the set is shared with the parent process, which may have taken sockets over.
     pub(crate) inherited: AtomicBool,
-    /// The gate that a wait enters if it waits in the kernel's set alone (`wait_plain`). The gate closes when the first
-    /// item is taken over. From then on the set is active: waits use the library's list too.
+    /// Counts the waits that are in the kernel's set alone (`wait_plain`). The gate closes when the first item is taken
+    /// over; the set is active while it is closed.
     pub(crate) gate: Gate,
     /// The threads that were inside the gate when the set became active count as one sleeper in the waiter's sleep
-    /// flag, until the last of them has left.
+    /// flag, until the last of them has left the gate.
     pub(crate) plain_sleeps: Published<AtomicBool>,
     /// The number of fds that stand for the set.
     fds: AtomicU32,
@@ -145,9 +150,9 @@ pub(crate) struct Epoll {
     in_kernels: AtomicU32,
     /// When the kernel's set was last checked, in cycles ([`rdmasock_core::cycles`]).
     pub(crate) looked_at: AtomicU64,
-    /// The last check found nothing ready in the kernel's set.
+    /// The last check of the kernel's set found nothing ready there.
     pub(crate) kernel_quiet: AtomicBool,
-    /// The library's items have filled the last result, so the kernel's set could not be checked.
+    /// The library's items have filled the last result, so the kernel's set could not be checked for it.
     pub(crate) full: AtomicBool,
     pub(crate) spinner: Spinner,
     /// Counts the threads that sleep on the set, for links to other hosts.
@@ -199,8 +204,8 @@ impl Epoll {
     /// Recycles the object, if the set is closed and the last wait that began before has returned.
     #[inline]
     pub(crate) fn end_if_left(&'static self) {
-        // `release` publishes `closed`, then makes this check. A wait leaves, then makes this check. So one of the two
-        // sees the other.
+        // `release` publishes `closed`, then calls this. A wait leaves the gate or `inside`, then calls this. So at
+        // least one of the two finds the set closed and unused.
         if self.closed.look() && self.inside.is_empty() && !self.gate.is_in_use() && self.closed.take() {
             self.recycle();
         }
@@ -217,7 +222,7 @@ impl Epoll {
         }
     }
 
-    /// Whether waits use the library's list, not the kernel's set alone.
+    /// Whether waits on the set use the library's list too, and not the kernel's set alone.
     #[inline]
     pub(crate) fn is_active(&self) -> bool {
         self.gate.is_closed()
@@ -255,8 +260,8 @@ impl Epoll {
 
     /// Resets every set in a fork child, also those that another thread of the parent was about to make or to end.
     ///
-    /// The child shares the kernel's object with the parent, whose bell is in it. The child uses none of the parent's
-    /// private fds. [`Self::retain`] adds the fds that stand for the set.
+    /// The child shares the kernel's object with the parent, and the parent's bell is in that object. The child uses
+    /// none of the parent's private fds. [`Self::retain`] adds the fds that stand for the set.
     ///
     /// # Safety
     /// In a fork child only, before any other use.
@@ -310,20 +315,20 @@ impl Epoll {
         }
     }
 
-    /// Returns an fd of the kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::Wait`). `None`
-    /// if the program has closed the last fd and there is no private one.
+    /// Returns an fd of the kernel's set. The caller holds the set's lock, or holds the set (`epoll_wait::Wait`).
+    /// `None` if the program has closed the last fd and there is no private one.
     pub(crate) fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = match self.own.load(Acquire) {
             -1 => self.fd.load(Acquire),
             own => own,
         };
-        // SAFETY: the private fd is closed under the set's lock, when no wait is inside. If no fd was left for a
+        // SAFETY: the private fd is closed under the set's lock, when no wait holds the set. If no fd was left for a
         // private one, the program's is open unless the program closes it at this moment.
         (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Lowers the sleep flag that was raised for the threads in the kernel's wait alone (`plain_sleeps`), when the last
-    /// of them has returned. `waiter` is the set's.
+    /// Lowers the sleep flag that was raised for the threads inside the gate (`plain_sleeps`), when the last of them
+    /// has left. `waiter` is the set's.
     pub(crate) fn end_plain_sleep(&self, waiter: Option<WaiterId>) {
         if let Some(waiter) = waiter
             && self.plain_sleeps.take()
@@ -345,8 +350,8 @@ impl Epoll {
         }
         let waiter = self.waiter().or_else(|| {
             let waiter = library.waiters.acquire_for_set()?;
-            // Removes rings for the waiter's former owner, which would make this set readable. Another set may share
-            // the waiter and need such a ring, so its sleepers are rung again.
+            // The waiter may have had an owner before. Removes rings for that owner, which would make this set
+            // readable. Another set may share the waiter and need such a ring, so sleepers are rung again.
             library.waiters.quiet(waiter);
             library.waiters.ring_if_sleeping(waiter);
             Some(waiter)
@@ -371,7 +376,7 @@ impl Epoll {
         if are_inside {
             // These threads sleep in the kernel's wait alone. A ring wakes only one of all threads that sleep on the
             // kernel's object, and that may be another thread. So peers have to ring until the last of these threads
-            // has left.
+            // has left the gate.
             if let Some(waiter) = waiter
                 && !self.plain_sleeps.publish(true)
             {
@@ -455,7 +460,8 @@ impl Epoll {
                 if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
             {
                 // A promotion waits for this EPOLL_CTL_MOD. The item has fired, so no other thread can be about to get
-                // its event. The service thread continues the promotion, or hands the item back.
+                // an event of it. The item is taken over, and the service thread continues the promotion, or hands the
+                // item back.
                 item.arm(event);
                 if let Some(kernel_fd) = self.kernel_fd() {
                     // SAFETY: the program's own fd, which it keeps open during its call.
@@ -497,7 +503,8 @@ impl Epoll {
         self.in_kernels.load(Relaxed) != 0
     }
 
-    /// Carries out EPOLL_CTL_MOD on a parked item: adds it to the kernel's set again.
+    /// Carries out EPOLL_CTL_MOD on a parked item, which is in neither set: adds its fd to the kernel's set, with the
+    /// program's new event. Returns what epoll_ctl() returns, and sets errno.
     fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
         // SAFETY: the program's own fd, which it keeps open during its call.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -508,7 +515,7 @@ impl Epoll {
         }
     }
 
-    /// Carries out EPOLL_CTL_ADD.
+    /// Carries out EPOLL_CTL_ADD. Returns what epoll_ctl() returns, and sets errno.
     fn add(
         &'static self,
         mut set: Guard<'_, Set>,
@@ -534,12 +541,13 @@ impl Epoll {
             dead: false,
         });
         if socket.is_watched() {
-            // The set becomes active before the membership is added, which announces the set's ready queue to peers.
+            // The set becomes active before the membership is added: the membership announces the set's ready queue to
+            // peers.
             self.activate(&mut set);
         }
-        // The membership is added first, then the socket is checked. A promotion first marks the socket as watched,
-        // then reads the memberships (`service/watch`). So this check sees a promotion that begins now, or the
-        // promotion sees the membership.
+        // The membership is the socket's own record of the set. It is added first, then the socket is checked. A
+        // promotion first marks the socket as watched, then reads the memberships (`service/watch`). So this check sees
+        // a promotion that begins now, or the promotion sees the membership.
         ready::change_interest(socket, |i| {
             i.members.push(Membership {
                 epoll: self,
@@ -571,7 +579,8 @@ impl Epoll {
         items.find(|item| set.has(*item, socket, fd))
     }
 
-    /// Records whether an item is taken over, or in the kernel's set. The caller holds the set's lock.
+    /// Records whether an item is taken over or in the kernel's set, and counts the items there. The caller holds the
+    /// set's lock.
     fn set_taken(&self, item: &mut Item, taken: bool) {
         if std::mem::replace(&mut item.taken, taken) != taken {
             // Two's complement: adds one, or subtracts one.
@@ -579,7 +588,7 @@ impl Epoll {
         }
     }
 
-    /// Removes the socket's item and its membership, so that the set is not notified for the item any more.
+    /// Removes the socket's item and its membership, so that the set is not notified of the socket any more.
     fn remove(&'static self, mut set: Guard<'_, Set>, index: usize, socket: &'static Socket) {
         if let Some(item) = set.item(index, socket) {
             self.set_taken(item, true);
@@ -629,7 +638,7 @@ impl EpollSet for Epoll {
             return false;
         };
         let fd = item.fd;
-        // A parked item has always fired.
+        // A parked item is disabled, so it has fired.
         let has_fired = item.is_parked() || item.events & ONESHOT != 0 && has_fired(kernel_fd, fd, item.data);
         if item.events & ONESHOT != 0 && !has_fired {
             return false;
@@ -676,7 +685,7 @@ impl EpollSet for Epoll {
         }
     }
 
-    /// Returns the waiter that peers wake for the set. `None` until the set is active, or if there is no fd for a bell.
+    /// Returns the waiter that peers wake for the set. `None` until the set is active, or if no fd was left for a bell.
     fn waiter(&self) -> Option<WaiterId> {
         WaiterId::from_word(self.waiter.load(Relaxed))
     }
@@ -728,7 +737,7 @@ impl Set {
         index
     }
 
-    /// Appends an item to the list of ready items, unless it is there already.
+    /// Appends an item to the list of ready items, unless it is there already or is removed.
     pub(crate) fn enqueue(&mut self, index: usize) {
         // A removed item is skipped: its index may be in `free` already, and would then be handed out twice.
         if let Some(item) = self.items.get_mut(index)
@@ -749,12 +758,12 @@ impl Set {
         }
     }
 
-    /// Returns the item at `index`; `None` if it is not the socket's, or is removed.
+    /// Returns the item at `index`. `None` if it belongs to another socket, or is removed.
     fn item(&mut self, index: usize, socket: &Socket) -> Option<&mut Item> {
         self.items.get_mut(index).filter(|item| item.is_of(socket))
     }
 
-    /// Whether the item at `index` is the socket's, under this fd.
+    /// Whether the item at `index` belongs to the socket, under this fd.
     fn has(&self, index: usize, socket: &Socket, fd: c_int) -> bool {
         let item = self.items.get(index);
         item.is_some_and(|item| item.is_of(socket) && item.fd == fd)
@@ -769,7 +778,7 @@ pub(crate) struct Far {
     _pin: Pin,
     pub remote: &'static Remote,
     pub slot: u32,
-    /// The state of the link's end that sets check before they sleep: whether ready queues have entries, and whether
+    /// State of the link's end that sets check before they sleep: whether ready queues may have entries, and whether
     /// the completion descriptor is armed.
     pub news: &'static News,
     /// The kernel's set has the link's completion descriptor.
@@ -855,8 +864,8 @@ impl Links {
         };
         if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
             && let Some(pin) = Pin::new(link)
-            // Checked after the link is pinned. The service thread first ends a link, then has the sets drop it. So the
-            // service thread sees this entry, or this check finds the link dead.
+            // Checked once the link is pinned. The service thread first takes a link down, then removes it from all
+            // sets. So the service thread finds this entry, or this check finds the link dead.
             && link.is_alive()
         {
             let mut far = Far {

@@ -1,8 +1,8 @@
 //! The library's work at a fork(): the child becomes a new instance (docs/design/processes.md).
 //!
 //! The sockets that the child inherits are marked as held by several processes (`objects/holders`). A stream that the
-//! parent has on a link stays the parent's. A child that uses the socket of such a stream first waits until the parent
-//! has [taken the stream back](reclaim) to TCP.
+//! parent has on a link stays the parent's; in the child the socket is in mode Foreign. A child that uses such a socket
+//! first waits until the parent has [taken the stream back](reclaim) to TCP.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
@@ -55,19 +55,20 @@ fn count_holders() {
     let mut wants_button = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
         // The child may consume an event of a shared epoll set that was meant for this process, and then wakes this
-        // process by the button. The doorbell also reports when a child that holds sockets is gone.
+        // process by the button. The doorbell also shows this process when a child that holds sockets is gone.
         wants_button |= matches!(entry, Entry::Epoll(_) | Entry::Socket(_));
         if let Entry::Socket(socket) = entry
             && socket.numbers.fd.load(Acquire) == fd
         {
-            // In mode Foreign the stream is an ancestor's. The child then has to ask that ancestor for it, not this
-            // process.
+            // In mode Foreign the stream belongs to an ancestor, and the child has to ask that ancestor for it, not
+            // this process.
             let is_owned = || socket.may_be_on_link() && socket.tx_mode.load(Acquire) != Mode::Foreign;
             socket.promotion.holders.add_child(is_owned);
         }
     });
-    // The new epoch begins once all sockets count as shared. The child also gets sockets that other threads open in the
-    // new epoch before the fork (`hold_uncounted`).
+    // An epoch is a number that grows with each fork. The new epoch begins after the child was counted as a holder of
+    // every socket in the table. Another thread may open a socket between here and the fork. The child gets that socket
+    // too, so `hold_uncounted` marks the sockets that were not counted as shared.
     let epoch = holders::begin_epoch();
     if wants_button {
         holders::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
@@ -81,7 +82,7 @@ pub(crate) extern "C" fn parent() {
         holders::end_fork();
         Settled::end();
         hold_uncounted();
-        // The child does not have sockets that are opened from here on.
+        // Ends that epoch: the child does not have sockets that are opened from here on.
         holders::begin_epoch();
     }
 }
@@ -103,7 +104,7 @@ pub(crate) fn around(call: impl FnOnce() -> isize) -> isize {
     pid
 }
 
-/// Marks as shared the sockets that another thread opened between the count and the fork.
+/// Marks as shared the sockets that `count_holders` has not counted: another thread has opened them before the fork.
 fn hold_uncounted() {
     table::for_each(0..=u32::MAX, |_, entry| {
         if let Entry::Socket(socket) = entry {
@@ -114,8 +115,8 @@ fn hold_uncounted() {
 
 /// Runs after a fork, in the child.
 pub(crate) extern "C" fn child() {
-    // `prepare` has not run for this fork: libc ran no handlers, or the forking process only borrows the library's
-    // memory (`vfork`).
+    // If `prepare` has not run for this fork, there is nothing to do: libc ran no handlers, or the forking process only
+    // borrows the library's memory (`vfork`).
     if !holders::is_forking() {
         return;
     }

@@ -1,8 +1,9 @@
 //! Notification of readiness, for epoll, poll, select and blocking calls.
 //!
-//! A socket's `Interest` lists the epoll sets and threads that wait for the socket. This module changes that list, and
-//! sets the wake-up words by which the peer knows which waiter of this process to wake. It also polls the kernel's TCP
-//! socket (the anchor), and adds it to the service thread's epoll set. The present readiness of a socket is computed in
+//! A socket's `Interest` lists the epoll sets and threads that wait for the socket. This module changes that list. It
+//! also sets the *wake-up words* of the socket's rings: such a word has *bits* that name the waiter of this process
+//! which the peer has to notify, and to write them is to *arm* the word. It also polls the kernel's TCP socket (the
+//! anchor), and adds it to the service thread's epoll set. The present readiness of a socket is computed in
 //! `polling/readiness`.
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -26,15 +27,15 @@ pub(crate) const ERR: u32 = libc::EPOLLERR as u32;
 /// EPOLL* bits that report the end of the connection, or of its receiving direction.
 pub(crate) const ENDED: u32 = RDHUP | HUP | ERR;
 
-/// Takes in the bytes that the peer has sent over a link to another host. Returns true if there were any. Does nothing
-/// on a link within the host, where the peer itself writes into this end's ring.
+/// Takes in what the peer has sent over a link to another host, by polling the link's completions. Returns true if
+/// there were any. Does nothing on a link within the host, where the peer itself writes into this end's ring.
 #[inline]
 pub(crate) fn progress(socket: &Socket) -> bool {
     socket.link().is_some_and(Link::progress)
 }
 
-/// Writes `bits` into the ring's wake-up word: they name the waiters that the peer notifies of new data. Returns true
-/// if there is data already, or if the ring is invalid.
+/// Writes `bits` into the ring's wake-up word for data. Returns true if there is data already, or if the ring is
+/// invalid.
 pub(crate) fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool {
     match consumer.arm_data(bits) {
         Ok(armed) => {
@@ -110,7 +111,7 @@ pub(crate) fn among_markers(socket: &Socket) -> Option<u32> {
     }
 }
 
-/// Wakes the waiters of the peer that `wake` names. `wake` was taken from a ring of the socket.
+/// Wakes the waiters of the peer that `wake` names: bits that were taken out of a wake-up word of the socket.
 #[inline]
 pub(crate) fn notify_peer(socket: &Socket, wake: Wake) {
     if !wake.is_none()
@@ -154,14 +155,14 @@ pub(crate) fn hand_back(socket: &'static Socket) {
     }
 }
 
-/// The bits that this end writes into its wake-up words. They name the waiter that the peer notifies.
+/// The bits for the wake-up words of one socket. 0 names no waiter.
 struct Attention {
-    /// For the epoll sets.
+    /// For the waiter of the only epoll set, or else for the service thread.
     sets: u32,
-    /// For the only sleeping thread, if it waits for data. The service thread's bits if several threads sleep, or the
+    /// For the only sleeping thread, if it waits for data. For the service thread if several threads sleep, or if the
     /// peer cannot wake the only one.
     data: u32,
-    /// The same for space.
+    /// As `data`, for a thread that waits for space.
     space: u32,
 }
 
@@ -205,7 +206,7 @@ fn of_sets(interest: &Interest, told: impl Fn(WaiterId) -> bool) -> u32 {
 /// if the peer has taken the wake-up word since the waiter was written into it.
 pub(crate) fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
     let names = |word| WaiterId::of_sleeper(word) == Some(waiter) || WaiterId::of_queue(word) == Some(SERVICE);
-    // The service thread notifies waiters of a direction that is not on the link.
+    // If the direction is not on the link, the service thread notifies the waiters.
     if is_data {
         let rx = socket.rx.lock();
         let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());
@@ -250,10 +251,10 @@ pub(crate) fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut 
         let is_new = std::mem::replace(&mut rx.own.bits, new.sets) != new.sets;
         changed |= is_new;
         if let Some(consumer) = rx.consumer.as_mut() {
-            // If data was there, the threads that sleep on were notified of it before, or do not wait for data.
+            // If data was there before, the threads that sleep on have been notified of it, or do not wait for data.
             let was_there = consumer.has_data().unwrap_or(true);
-            // Arming only adds bits to the word. So the bits of another waiter are cleared before, or two ids would
-            // mix.
+            // To arm a word only adds bits to it. So the bits of another waiter are cleared first. Otherwise the ids of
+            // two waiters would mix.
             consumer.disarm_data(if is_new { u32::MAX } else { SLEEPER_MASK });
             if new.data != 0 {
                 point!("interest: the peer is to tell nobody");

@@ -91,14 +91,14 @@ fn break_off(fd: BorrowedFd<'_>) {
 pub(crate) fn on_reader_died(socket: &Socket, is_shut: bool) {
     let Some(fd) = socket.numbers.anchor_fd() else { return };
     let has_ended = |bits: c_int| ready::kernel(socket, PollFlags::RDHUP) & bits as u32 != 0;
-    // Disconnecting would drop unread bytes in TCP.
+    // Disconnecting would drop unread bytes of TCP. If there are any, `report_reset` is used instead.
     let is_read = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
     if is_shut || !is_read || !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
         return report_reset(socket, is_shut);
     }
     if !has_ended(libc::EPOLLHUP) {
         break_off(fd);
-        // This call fails, since the socket is not connected any more. But both directions are shut from now on, as
+        // shutdown() fails, since the socket is not connected any more. But both directions are shut from now on, as
         // after a reset.
         let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
     }

@@ -95,8 +95,8 @@ pub(crate) fn init() -> Result<(), rustix::io::Errno> {
     set.map(|_| ())
 }
 
-/// Whether the entry of `fd`, which must be within the table, may be written. Makes it writable if needed; false if
-/// that fails.
+/// Whether the entry of `fd`, which must be below `ENTRIES`, may be written. Makes its page writable if needed; false
+/// if that fails.
 #[inline]
 fn is_open(fd: c_int) -> bool {
     (fd as u32 as usize) < OPEN.load(Acquire) || open(fd as u32 as usize)

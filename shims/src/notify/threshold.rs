@@ -126,8 +126,8 @@ fn promote(library: &Library, socket: &'static Socket) {
     }
 }
 
-/// Checks without asking the peer whether the connection has to stay on TCP for good. If so, keeps it there and returns
-/// true. Never blocks.
+/// Decides without a question to the peer whether the connection has to stay on TCP for good. If so, keeps it there and
+/// returns true. Never blocks.
 fn settle(library: &Library, socket: &'static Socket) -> bool {
     let Some(tuple) = tuple_of(socket) else {
         return false;

@@ -3,6 +3,10 @@
 //!
 //! The sleep follows the rules of the kernel's own socket calls. A signal ends or restarts it, and it is a cancellation
 //! point. O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO decide whether and how long a call waits.
+//!
+//! For one sleep the thread leases a *waiter*, which it adds to the socket's sleepers. On a link to another host,
+//! arriving bytes make a completion descriptor readable. One of the threads that sleep for the link *polls* that
+//! descriptor, and wakes the others, which *stand by*.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::Acquire;
@@ -42,8 +46,9 @@ pub(crate) struct Patience {
     handlers: u32,
     /// The last wait was interrupted by a handler after which the kernel restarts a call.
     is_restarted: bool,
-    /// The call has moved bytes. If a handler runs before the sleep, [`PARTIAL`] bounds the sleep. With its larger
-    /// buffers the kernel would often not have waited at all. A call that ended at once would return less than on TCP.
+    /// The call has moved bytes. If a handler runs before the sleep, [`PARTIAL`] bounds the sleep. The call does not
+    /// end at once, because the kernel, with its larger buffers, would often not have waited at all, and would have
+    /// moved more bytes.
     pub is_partial: bool,
 }
 
@@ -85,7 +90,7 @@ impl Patience {
     }
 
     /// Ends a wait that a signal handler has interrupted. `is_data`: the wait was for data, else for space. `Err` is
-    /// the errno that the call fails with. `Ok` means that the call is restarted ([`Self::take_restart`]).
+    /// the errno that the call fails with. `Ok(false)` means that the call is restarted ([`Self::take_restart`]).
     #[cold]
     pub(crate) fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
         let thread = thread::current();
@@ -105,11 +110,11 @@ pub(crate) trait Wanted {
     /// True: the call waits for data. False: for space.
     const IS_DATA: bool = false;
 
-    /// Whether the call should try again. Counts only bytes that were already [taken in](ready::progress) from the
-    /// link.
+    /// Whether the condition may hold, so that the call should try again. On a link to another host only bytes count
+    /// that were already [taken in](ready::progress).
     fn is_worth_a_look(socket: &'static Socket) -> bool;
 
-    /// Makes a last attempt to avoid a sleep. Returns true if the call should try again.
+    /// Makes a last attempt before a sleep, for example to make room. Returns true if the call should try again.
     fn avoid_sleep(_: &'static Socket) -> bool {
         false
     }
@@ -121,8 +126,9 @@ pub(crate) trait Wanted {
     }
 }
 
-/// Waits until the condition may hold, for a call that [may wait](may_wait). Returns true if the condition came while
-/// the thread spun. `Err` is the errno that the call fails with.
+/// Waits until the condition of the call may hold. The caller has checked that the call [may wait](may_wait). Returns
+/// true if the thread has not slept: the condition came while it spun, or needs no sleep. Returns false after a sleep,
+/// and if a signal handler restarts the call. `Err` is the errno that the call fails with.
 pub(crate) fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     within(|| wait_on::<A>(socket, patience))
 }
@@ -144,7 +150,7 @@ pub(crate) fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
     Ok(())
 }
 
-// Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `hooks`).
+// Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     let spinner = if A::IS_DATA {
@@ -164,7 +170,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     if spins && spinner.spin(spinner.bound(peers), come) || A::avoid_sleep(socket) {
         return Ok(true);
     }
-    // Read before each sleep: O_NONBLOCK may have been set since the last sleep.
+    // The bound is read before each sleep: O_NONBLOCK may have been set since the last sleep.
     let Some(bound) = time_of_call(socket, A::IS_DATA) else {
         return Err(libc::EAGAIN);
     };
@@ -177,8 +183,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     }
     let waiters = &Library::get().waiters;
     let remote = socket.link().and_then(Link::remote);
-    // On a link to another host, completions wake only the threads that poll its completion descriptor. They ring the
-    // other sleeping threads. This thread polls if no thread does.
+    // On a link to another host, completions wake only a thread that polls the completion descriptor. That thread rings
+    // the other sleeping threads. This thread polls if no thread does.
     let polls = remote.is_some_and(Remote::is_unpolled);
     let Some(mut lease) = Lease::new(waiters, polls) else {
         // No waiter or fd is left, so the kernel has to wake the thread.
@@ -186,12 +192,12 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         time::sleep(1_000_000);
         return Ok(false);
     };
-    // A turn to poll is taken before the sleeper is added: arming the descriptor takes in completions, which would ring
-    // the sleeper's bell.
+    // Whether this thread polls or stands by is decided before its sleeper is added. To arm the descriptor polls the
+    // completions once more, which would ring this thread's own bell.
     let (poller, standby) = match remote.map_or(Turn::Down, |remote| remote.in_turn(lease.waiter)) {
         Turn::Polls(_) if !polls => {
-            // The threads that polled have just left, and this thread's waiter has no bell with which it could poll.
-            // The call tries again.
+            // The threads that polled have just left. This thread's waiter has a futex and no fd, so the thread cannot
+            // poll. The call tries again.
             patience.was_for_others = true;
             return Ok(false);
         }
@@ -202,7 +208,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     let slept = loop {
         let slept = sleep::<A>(socket, &mut lease, poller.as_ref(), deadline);
         // Takes in new data before the descriptor is armed for the next sleep, so the data does not wait for the two
-        // system calls of arming. `sleep` has removed the sleeper by now. Otherwise its own bell would be rung.
+        // system calls of arming. `sleep` has removed the sleeper by now; with the sleeper in place, this would ring
+        // the thread's own bell.
         if poller.is_some() && slept.is_ok() {
             ready::progress(socket);
         }
@@ -232,7 +239,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
 /// Sleeps once, until the waiter is rung or the poller's descriptor is readable; does not sleep if the condition holds
 /// already. Returns true if the descriptor became readable, and the waiter was not rung. `Err` is the errno that the
 /// call fails with.
-// Not inlined: as `wait_on`.
+// Not inlined, for the reason at `wait_on`.
 #[inline(never)]
 fn sleep<A: Wanted>(
     socket: &'static Socket,
@@ -247,10 +254,10 @@ fn sleep<A: Wanted>(
     //
     // The wake-up word is armed before the sleep flag is raised (`begin`). So a peer that finds the flag up has to wait
     // for little more than this thread's way into the kernel. But a peer that takes the word while the flag is down
-    // rings no bell. So the thread checks two things before it sleeps:
-    // - Whether the condition holds: such a peer has published its bytes or space before it took the word.
-    // - Whether the word still names the thread: a third thread may have consumed those bytes by now, and without the
-    //   word, later bytes would wake no thread.
+    // does not wake the thread. So the thread checks two things before it sleeps:
+    // - Whether the condition holds: a peer that took the word has published its bytes or space before.
+    // - Whether the word still names the thread: another thread may have consumed those bytes by now, and without the
+    //   word later bytes would wake no thread.
     lease.begin();
     if A::is_worth_a_look(socket) || !ready::will_be_told(socket, lease.waiter, A::IS_DATA) {
         return Ok(false);
@@ -276,8 +283,8 @@ struct Lease<'a> {
 }
 
 impl<'a> Lease<'a> {
-    /// Acquires a waiter. `polls`: the thread is to sleep on a link's descriptor too. The caller checks for reasons not
-    /// to sleep only afterwards. `None` if no waiter or fd is left.
+    /// Acquires a waiter. `polls`: the thread is to sleep on a link's completion descriptor too. The caller checks for
+    /// reasons not to sleep only after this call. `None` if no waiter or fd is left.
     fn new(waiters: &'a Waiters, polls: bool) -> Option<Self> {
         let kind = if polls { Kind::Polling } else { Kind::Thread };
         let waiter = waiters.acquire(kind)?;
@@ -301,9 +308,10 @@ impl<'a> Lease<'a> {
         }
     }
 
-    /// Sleeps until the waiter is rung or the poller's descriptor is readable, for at most `left`. This is a
-    /// cancellation point. A signal handler ends the sleep, even if it runs just before the system call. Returns what
-    /// [`sleep`] returns.
+    /// Sleeps for at most `left`, until the waiter is rung or the descriptor of `poller` is readable. Returns true if
+    /// the descriptor is readable and the waiter was not rung. `Err` is the errno that the call fails with. The sleep
+    /// is a cancellation point. A signal handler ends it even if the handler runs just before the system call:
+    /// `hand_over` then rings the waiter.
     fn sleep(&self, left: Timeout, poller: Option<&Poller<'_>>) -> Result<bool, c_int> {
         let hand_over = || {
             poller.into_iter().for_each(Poller::leave);
@@ -330,15 +338,15 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// Keeps a waiter in the socket's list of sleepers until this value is dropped. The thread that has created the value
-/// checks once more for reasons not to sleep, and then sleeps on the waiter.
+/// A waiter in a socket's list of sleepers, until this value is dropped. The thread that has created the value checks
+/// once more for reasons not to sleep, and then sleeps on the waiter.
 pub(crate) struct Sleeper {
     pub socket: &'static Socket,
     waiter: WaiterId,
 }
 
 impl Sleeper {
-    /// Adds the waiter to the socket's sleepers: it is rung when there is `data` to read, or `space` to write.
+    /// Adds the waiter to the socket's sleepers. It is rung when there is `data` to read, or `space` to write.
     pub(crate) fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
         change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
         Self { socket, waiter }

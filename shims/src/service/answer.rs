@@ -1,6 +1,6 @@
-//! The acceptor's part of a rendezvous: answering ASKs about connections that this instance holds.
+//! The acceptor's part of a promotion: answering ASKs about connections that this instance holds.
 //!
-//! [`Handshakes`] finds these connections by their addresses, and by the nonces of handshakes under way. It keeps the
+//! [`Handshakes`] finds these connections by their addresses, and by the nonces of attempts under way. It keeps the
 //! questions that it is too early to answer.
 
 use std::collections::HashMap;
@@ -29,8 +29,8 @@ use crate::service::{Peer, Watched, Worker};
 use crate::sys::points::point;
 use crate::sys::sockopt;
 
-/// The least number of recorded attempts at which those that are over are removed. The next removal is at twice the
-/// number that is left, if that is more.
+/// The least number of recorded attempts from which on those that are over are removed. After a removal, the next one
+/// is due at twice the number of attempts that are left, but not below this number.
 const OFFERED_MIN: usize = 64;
 /// Pauses between the checks of an `Orphan`, ns: the first, and the longest.
 const LOOK_FIRST: u64 = 5_000_000;
@@ -76,8 +76,8 @@ impl Worker {
         if !self.can_begin() {
             return self.reply(conn, &no(wire::Reason::Resources));
         }
-        // Looked up once, so that the socket that is checked below is the one that is answered for. A connection that
-        // is accepted meanwhile has not been used.
+        // The socket is looked up once, so that all checks below are about the same socket. A connection that the
+        // program accepts after this look-up has not been used yet.
         let accepted = self.handshakes.accepted(&tuple);
         if let Some(socket) = accepted
             && !(self.is_here(socket, &tuple) && self.may_ask(conn, &tuple))
@@ -127,8 +127,8 @@ impl Worker {
     }
 
     /// Returns whether the asker may ask about the connection: it has to own the connector's socket (P102). If that
-    /// socket is on another host, its owner cannot be checked. Then a question is accepted from the control port, and
-    /// within this host from root, from this process's user and from the owner of the control port.
+    /// socket is on another host, the owner cannot be checked. Then questions are accepted from the control port.
+    /// Within this host, they are accepted from root, from this process's user, and from the owner of the control port.
     fn may_ask(&self, conn: u64, tuple: &Tuple) -> bool {
         if !self.conns.contains_key(&conn) {
             return false;
@@ -154,7 +154,7 @@ impl Worker {
         }
     }
 
-    /// Answers the questions that waited until the connection was used or closed.
+    /// Answers the questions about the connection that waited until it was used or closed.
     pub(super) fn answer_deferred(&mut self, r: Ref) {
         let deferred = &mut self.handshakes.deferred;
         let about: Vec<Deferred> = deferred.extract_if(.., |question| question.r == r).collect();
@@ -164,7 +164,7 @@ impl Worker {
         if let Some(socket) = r.get()
             && !socket.is_watched()
         {
-            // Entries that were kept out of the kernel's epoll sets for a promotion go back there.
+            // Items of epoll sets that were kept out of the kernel's sets for a promotion go back there.
             ready::hand_back(socket);
         }
     }
@@ -199,8 +199,8 @@ impl Worker {
         }
         if threshold::is_polled_unseen(socket) {
             socket.told.set_why(Reason::UnknownEpoll);
-            // A program may read once before it first asks for readiness. From its second request on, the refusal is
-            // final.
+            // A program may read a first request before it asks for readiness for the first time. From the connection's
+            // second request on, the refusal is final.
             return Err(refused(socket.promotion.progress.requests() > 1));
         }
         if socket.promotion.holders.are_several() {
@@ -209,17 +209,18 @@ impl Worker {
         point!("answer: no other process has it");
         let reached_at = match self.library.reach.is_between_hosts(tuple) {
             false => None,
-            // Before the YES, since HELLO carries the address at which the link can be made.
+            // Done before the YES, since HELLO carries the address at which the link can be made.
             true if self.listen_for_links(local.ip()) => Some(local.ip()),
             true => return Err(wire::Reason::Unsupported.into()),
         };
         let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;
         if !socket.promotion.exchange_stage(Stage::Watching, Stage::Busy) {
-            // An attempt that the asker has given up may still be under way here.
+            // The asker may have given up an earlier attempt that is still under way here.
             return Err(refused(socket.promotion.stage() != Stage::Busy));
         }
         if let Err(refusal) = self.offer(socket, (nonce_s, nonce_c), instance_c, reached_at) {
-            // No effect if the program has closed the socket meanwhile, or used it in a way that forbids promotions.
+            // This has no effect if the program has closed the socket meanwhile, or used it in a way that forbids
+            // promotions.
             socket.promotion.exchange_stage(Stage::Busy, Stage::Watching);
             socket.promotion.holders.on_returned();
             self.settle(Ref::new(socket));
@@ -228,8 +229,8 @@ impl Worker {
         Ok((nonce_s, r))
     }
 
-    /// Begins an attempt with these nonces, this end's first. `Err` if the connection may not be moved now; then no
-    /// marker is expected.
+    /// Begins an attempt with these nonces; the first one belongs to this end. `Err` if the connection may not be moved
+    /// now; then no marker is expected.
     fn offer(
         &mut self,
         socket: &'static Socket,
@@ -237,9 +238,10 @@ impl Worker {
         instance_c: InstanceId,
         reached_at: Option<IpAddr>,
     ) -> Result<(), Refusal> {
-        // The connection is marked as busy, and its holders are counted next. A fork uses the reverse order
-        // (`fork::count_holders`), so one of the two sees the other. A child that knows nothing of the attempt would
-        // read its markers.
+        // The connection was marked as busy before, and the number of its holders is read next. A fork does it the
+        // other way round (`fork::count_holders`): it adds the child to the holders, then reads whether the connection
+        // is busy. So one of the two sees the other. A child that knew nothing of the attempt would read its markers as
+        // data.
         store_load_fence();
         if socket.promotion.holders.are_several() {
             return Err(wire::Reason::Shared.into());
@@ -252,11 +254,12 @@ impl Worker {
             Watched::Done if connection::start_scan(socket, nonces.0).is_ok() => {}
             _ if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) => {
                 socket.told.set_why(Reason::Unsupported);
-                // No effect if the connection has been closed meanwhile.
+                // This has no effect if the connection has been closed meanwhile.
                 socket.promotion.exchange_stage(Stage::Busy, Stage::Pinned);
                 return Err(wire::Reason::Use.into());
             }
-            // Calls of the program may be in the kernel now. They may have returned when the connector asks again.
+            // Calls of the program may be in the kernel now, so no scan could begin. They may have returned when the
+            // connector asks again.
             _ => return Err(wire::Reason::Limit.into()),
         }
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
@@ -297,7 +300,7 @@ impl Worker {
     }
 }
 
-/// Returns a NO: for good if `is_final`, else for now.
+/// Returns a NO: for good if `is_final`, else with a reason after which the connector asks again.
 fn refused(is_final: bool) -> Refusal {
     use wire::Reason::{Limit, Use};
     Refusal::No(if is_final { Use } else { Limit })
@@ -308,7 +311,8 @@ fn is_used(socket: &Socket) -> bool {
     if socket.promotion.progress.has_begun() {
         return true;
     }
-    // `tx::account` has the other order: it counts, then checks `asked`. So one of the two sees the other.
+    // `asked` is set here, then the progress is read. A call of the program counts its bytes, then reads `asked`
+    // (`tx::answer_if_asked`). So one of the two sees the other.
     socket.promotion.asked.store(true, SeqCst);
     store_load_fence();
     socket.promotion.progress.has_begun() && socket.promotion.asked.swap(false, SeqCst)
@@ -327,8 +331,8 @@ struct Deferred {
     deadline: u64,
 }
 
-/// An attempt whose asker has closed its channel. HELLO is in TCP by then, or will not come (P16). Such an attempt is
-/// checked until TCP shows which.
+/// An attempt whose asker has closed its channel. By then HELLO is in TCP, or will not come (P16). TCP is checked again
+/// and again until it shows which.
 struct Orphan {
     nonce: Nonce,
     /// Time from the next check to the one after it, ns.
@@ -382,8 +386,8 @@ impl Handshakes {
         self.offered.insert(nonce, r);
     }
 
-    /// Begins to check an attempt whose asker has closed its channel. The attempt ends once TCP shows that no HELLO
-    /// comes.
+    /// Begins to check an attempt whose asker has closed its channel. If TCP shows that no HELLO comes, the attempt
+    /// ends.
     pub(super) fn on_asker_gone(&mut self, nonce: Nonce, now: u64) {
         self.orphans.push(Orphan {
             nonce,
@@ -425,9 +429,9 @@ impl Handshakes {
     }
 }
 
-/// Returns whether an orphan has to be checked again, since a HELLO may still be on its way. False if HELLO has come,
-/// or if the kernel does not report what is on its way, as from another host: then only the scan of TCP shows more.
-/// Ends the attempt, and returns false, if HELLO will not come.
+/// Returns whether an orphan has to be checked again, since a HELLO may still be on its way. If HELLO will not come,
+/// ends the attempt and returns false. Also returns false if HELLO has come, and if the kernel does not report what is
+/// on its way, as from another host: then the scan of TCP alone shows what comes.
 fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(tuple) = socket::tuple_of(socket) else {
         return false;

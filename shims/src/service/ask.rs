@@ -1,7 +1,7 @@
-//! The connector's part of a rendezvous: asking whether the other end can be promoted, and what each answer leads to.
+//! The connector's part of a promotion: asking the peer, and what each answer leads to.
 //!
-//! To ask *for a connection* is to ask its other end for a promotion. A connection that is not promoted stays on TCP
-//! for good, or is asked for again after a pause.
+//! To ask *for a connection* is to send its peer an ASK, a request for the connection's promotion. A connection that is
+//! not promoted then stays on TCP for good, or is asked for again after a pause.
 
 use std::collections::HashSet;
 
@@ -54,7 +54,7 @@ pub(super) const HOST_ABSENT_FOR: u64 = 30_000_000_000;
 enum Asker {
     /// A connection of this process.
     Here(Ref),
-    /// An instance of another host, whose question came in as `conn`.
+    /// An instance of another host. Its question came by the control port, and this instance relays it.
     Elsewhere {
         /// The id of the question's entry in `conns`, which has no channel.
         conn: u64,
@@ -63,14 +63,15 @@ enum Asker {
     },
 }
 
-/// An ASK under way, to one or more instances.
+/// An ASK under way, which may have been sent to several instances.
 pub(super) struct Asking {
     who: Asker,
     pub nonce: Nonce,
     pub tuple: Tuple,
-    /// The other end is on another host: its control port is asked, not the names of this host.
+    /// The peer is on another host: its control port is asked, not the names of this host.
     remote: bool,
-    /// The channels, or the other host, whose answer has not come yet. An answer on any other channel does not count.
+    /// The ids of the channels, or of the host, from which an answer has not come yet. Answers from others are not
+    /// accepted.
     pub asked: HashSet<u64>,
     /// The reason of a NO, a REDIRECT or a closed channel; `None` if none has come. With any reason but `Absent` the
     /// peer has the library.
@@ -95,7 +96,7 @@ impl Worker {
         if self.to_ask.is_empty() {
             return;
         }
-        // Questions that are relayed for other hosts take no turn.
+        // Questions that are relayed for other hosts are not bounded by `MOST_ASKS`.
         let under_way = self.asks.values().filter(|asking| !asking.is_relayed()).count();
         for _ in under_way..MOST_ASKS {
             let Some(r) = self.to_ask.pop_front() else { return };
@@ -115,8 +116,8 @@ impl Worker {
         if let Some(reason) = self.library.refuses(connector, acceptor, Direction::Connect) {
             return stay(socket, reason.into());
         }
-        // The socket is `Busy` already, and its holders are counted next. A fork counts the holders and then checks
-        // whether the socket is busy, so one of the two sees the other.
+        // The socket was marked as `Busy` before, and the number of its holders is read next. A fork adds the child to
+        // the holders, then reads whether the socket is `Busy`. So one of the two sees the other.
         store_load_fence();
         if socket.promotion.holders.are_several() {
             return later(socket, Reason::Inherited.into(), 0);
@@ -135,8 +136,8 @@ impl Worker {
             return stay(socket, Reason::OtherHost.into());
         }
         socket.told.set_why(Reason::Handshake);
-        // A random number, which other peers cannot guess. In any case an answer counts only on a channel that was
-        // asked.
+        // A random number, which other peers cannot guess. In any case an answer is accepted only on a channel on which
+        // the question was sent.
         let request = random_u64();
         {
             let Some(mut control) = socket.control.lock() else {
@@ -184,8 +185,7 @@ impl Worker {
         }
         match asking.answered {
             None if asking.busy => later(socket, Reason::TimedOut.into(), 0),
-            // No process may have accepted the connection yet. The uid of the process that accepts it is trusted too
-            // (P5).
+            // Perhaps no process has accepted the connection yet. Once one has, its uid is trusted too (P5).
             None if asking.untrusted => later(socket, Reason::NotTrusted.into(), 0),
             None | Some(wire::Reason::Absent) => {
                 self.absent.insert(asking.tuple.acceptor(), (), now_ns());
@@ -245,9 +245,10 @@ impl Worker {
         is_awaited.then(|| self.asks.remove(&request)).flatten()
     }
 
-    /// Removes and returns the question that an answer on the channel `conn` belongs to. `None` if the answer does not
-    /// count. An answer counts only on a channel that the question went out on (P11), and once. Other answers to an
-    /// open question are violations, as are answers on a channel that was not asked. A violation closes the channel.
+    /// Removes and returns the question that an answer on the channel `conn` belongs to. `None` if the answer is not
+    /// accepted. An answer is accepted once, and only on a channel on which the question was sent (P11). A second
+    /// answer while the question is open is a violation, as is an answer on any other channel. A violation closes the
+    /// channel.
     fn take_answered(&mut self, conn: u64, request: u64) -> Option<Asking> {
         let peer = self.conns.get(&conn).map(|c| &c.peer);
         let is_asked = matches!(peer, Some(Peer::Asked { request: asked, .. }) if *asked == request);
@@ -296,8 +297,8 @@ impl Worker {
 
     pub(super) fn declined(&mut self, request: u64, mut asking: Asking, reason: wire::Reason) {
         if !matches!(reason, wire::Reason::NotHeld | wire::Reason::Shared) {
-            // This answer is from the connection's only holder. Other answers cannot change it, and some may never
-            // come.
+            // This answer is from the only process that holds the connection. Other answers cannot change it, and some
+            // may never come.
             asking.answered = Some(reason);
             asking.asked.clear();
         }
@@ -326,8 +327,8 @@ impl Worker {
         self.done_asking(conn);
     }
 
-    /// Handles a YES that counts: a connection of this process sends HELLO, or the asker on another host gets the YES.
-    /// Returns false if the YES comes too late.
+    /// Handles a YES that is accepted: a connection of this process sends HELLO, or the asker on another host gets the
+    /// YES. Returns false if the YES comes too late.
     pub(super) fn accept_yes(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
         let r = match asking.who {
             Asker::Here(r) => r,
@@ -498,11 +499,11 @@ fn nobody(socket: &'static Socket, remote: bool) {
     }
 }
 
-/// Puts the connection's next question off, for at least `pause` ns. After `TRIES` keeps the connection on TCP for
-/// good, unless the reason passes by itself.
+/// Puts the next question about the connection off, for at least `pause` ns. After `TRIES` questions keeps the
+/// connection on TCP for good, unless the reason passes by itself.
 fn later(socket: &'static Socket, why: Why, pause: u64) {
     let tries = socket.promotion.attempts.count();
-    // These reasons are the load of one of the two processes at this moment, and not the connection.
+    // These reasons come from the load of one of the two processes at this moment, and not from the connection.
     let passes = matches!(
         why.peer.unwrap_or(why.reason),
         Reason::LinkLimit | Reason::TimedOut | Reason::Resources
@@ -533,7 +534,7 @@ fn after_no(socket: &'static Socket, reason: wire::Reason) {
         _ => Reason::Unsupported,
     });
     match reason {
-        // The other end may not have finished with the link that has failed under this connection.
+        // The peer may not have finished with the link that has failed under this connection.
         wire::Reason::Use | wire::Reason::Limit if socket.promotion.attempts.have_failed() => {
             socket.told.set_why(why);
             socket.promotion.retry_later();

@@ -1,9 +1,9 @@
 //! The channels to peers: the messages that come over them, their handlers, and the end of a channel.
 //!
 //! Any process on the host can connect to this instance's names. A *guest* is a channel from such a process that has
-//! not become a link. The guests are limited in number and time. A correct peer asks at once, waits some seconds at
-//! most for the answer, and closes the channel. So evicting the oldest guest hits a peer that is done, or that never
-//! sent a request.
+//! not become the side channel of a link. The guests are limited in number and time. A correct peer asks at once, waits
+//! some seconds at most for the answer, and closes the channel. So evicting the oldest guest hits a peer that is done,
+//! or that never sent a request.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -316,8 +316,8 @@ impl Worker {
         self.with_channel(id, |channel| self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags));
     }
 
-    /// Has a separate thread close the channels that hold descriptors. If that fails, this thread tries again after
-    /// `APART_AGAIN`.
+    /// Makes a separate thread close the sockets whose close may block, because unread messages in them have
+    /// descriptors. If that fails, this thread tries again after `APART_AGAIN`.
     pub(super) fn close_left(&mut self) {
         if privatefd::is_any_left() && self.alarms.apart.is_none() && !apart::close_left() {
             self.alarms.apart = Some(crate::sys::time::now_ns() + APART_AGAIN);

@@ -1,8 +1,9 @@
 //! The answerer's part of the control port: questions of other hosts about connections that a process of this host
 //! holds (docs/protocol.md, P60–P69).
 //!
-//! The kernel hands a question to any of the instances that share the port. A question about a connection that is not
-//! held here is relayed to the service names, as a connector of this host would ask. The asker's part is `hosts`.
+//! The kernel hands a question to any of the instances that share the port. If the instance does not hold the
+//! connection, it relays the question to the service names of this host, as a connector of this host would ask. The
+//! asker's part is `hosts`.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
@@ -36,11 +37,11 @@ const FIRST_REPEAT: u64 = 200 * MS;
 const BIND_AGAIN: u64 = 10_000 * MS;
 /// The most datagrams that are read in a row.
 const AT_ONCE: usize = 64;
-/// The rate of all datagrams that are read, in a second and at once. Beyond this rate the socket is not polled for
-/// `PAUSE`, and the kernel drops datagrams.
+/// The rate of all datagrams that are read: the number in a second, and the number at once. Beyond this rate the socket
+/// is not polled for `PAUSE`, and the kernel drops datagrams.
 const ARRIVALS: Rate = Rate::new(5_000, 1_000);
-/// The rates of questions without a good stamp, in total and from each address. A stamp proves that the sender receives
-/// at its address. Without one the source address may be forged.
+/// The rates of questions without a good stamp, in total and from each address. A stamp, which an earlier answer has
+/// given to the sender, proves that the sender receives at its address. Without one the source address may be forged.
 const STRANGERS: [Rate; 2] = [Rate::new(200, 400), Rate::new(20, 40)];
 /// The rates of questions with a good stamp, in total and from each address.
 const KNOWN: [Rate; 2] = [Rate::new(2_000, 2_000), Rate::new(1_000, 1_000)];
@@ -54,7 +55,7 @@ const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
 /// The state of the answerer.
 pub(super) struct Control {
     socket: Option<Answerer>,
-    /// When another attempt to bind may follow one that has failed, monotonic ns; 0 if none has.
+    /// After a failed attempt to bind: when the next one may be made, monotonic ns. 0 if none has failed.
     bind_again: u64,
     stamper: Stamper,
     arrivals: Bucket,
@@ -77,14 +78,14 @@ struct Query {
 }
 
 enum State {
-    /// The answer is outstanding.
+    /// The question has no answer yet.
     Asked,
     Answered {
         answer: Box<[u8; DATAGRAM]>,
         repeats: u32,
         again: u64,
     },
-    /// The asker has confirmed the answer, or has cancelled.
+    /// The asker has confirmed the answer, or has cancelled the question.
     Over,
 }
 

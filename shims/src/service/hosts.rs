@@ -33,7 +33,8 @@ const HOSTS: usize = 1024;
 /// A host's socket is closed after this time without a datagram in either direction, ns. Longer than the time for which
 /// the host repeats a YES (P67).
 const QUIET: u64 = 150_000 * MS;
-/// The most questions that are remembered, and for how long, ns. So a repeated YES gets the same answer as the first.
+/// The most questions that are remembered, and for how long, ns. They are remembered so that a repeated YES gets the
+/// same answer as the first.
 const QUERIES: usize = 65_536;
 const REMEMBERED: u64 = QUIET;
 const NEVER: u64 = u64::MAX;
@@ -97,7 +98,8 @@ impl Hosts {
         }
     }
 
-    /// Returns the host that is asked from the first address at the second, and its id; `None` if it has no socket.
+    /// Returns a host and its id. `address` has the local address from which the host is asked, and the host's own
+    /// address. `None` if this pair has no socket.
     fn at(&mut self, address: (IpAddr, IpAddr)) -> Option<(u64, &mut Host)> {
         let found = self.hosts.iter_mut().find(|(_, host)| host.address == address);
         found.map(|(id, host)| (*id, host))
@@ -358,8 +360,8 @@ impl Worker {
         }
     }
 
-    /// Returns whether the host of an expired question is silent: no answer has come from it, or none since its last
-    /// expired question. Then it is not asked for `HOST_ABSENT_FOR`.
+    /// Returns whether the host of an expired question is silent: it has not answered at all, or not since its last
+    /// expired question. A silent host is not asked for `HOST_ABSENT_FOR`.
     pub(super) fn is_host_silent(&mut self, asking: &Asking) -> bool {
         let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
         let Some((id, host)) = self.hosts.at(address) else {

@@ -38,13 +38,13 @@ const FREE_AGAIN: u64 = 100_000_000;
 /// How long connecting a link to another host may take; less than a cookie lives. No call waits for it: TCP carries the
 /// data meanwhile.
 pub(super) const LINK_TIMEOUT: Duration = Duration::from_secs(30);
-/// A reader that has not read for this time, ns, stands still. Then the peer's service thread offers a larger ring in
-/// place of the reader.
+/// A reader that has not read for this time, ns, stands still. Then the service thread at the reader's end is asked to
+/// offer a larger ring, which the reader itself would do.
 const STILL_FOR: u64 = 2_000_000;
 /// The longest time between two checks of a sender whose reader stands still, ns.
 const LONGEST: u64 = 1_000_000_000;
-/// With TCP_USER_TIMEOUT, a stream leaves the link once the time between two checks has reached this part of the
-/// timeout, as a divisor.
+/// With TCP_USER_TIMEOUT, a stream leaves the link once the time between two checks of its sender has reached the
+/// timeout divided by this number.
 const PART: u64 = 4;
 /// How often idle rings are searched for after a ring has grown, ns.
 const SHRINK_EVERY: u64 = 1_000_000_000;
@@ -54,7 +54,7 @@ pub(super) struct Pending {
     pub peer: InstanceId,
     /// The connections whose handshakes need the link.
     waiting: Vec<Ref>,
-    /// The arena that this end receives in; `None` between hosts.
+    /// The arena (memory for rings) that this end receives in; `None` between hosts.
     pub mine: Option<(PrivateFd, Layout)>,
 }
 
@@ -393,7 +393,7 @@ impl Worker {
         self.free_dead_links();
     }
 
-    /// Has a stream go on without its link.
+    /// Makes a stream go on without its link, which is dead.
     fn leave_dead(&mut self, socket: &'static Socket, why: Reason) {
         if let Some(mut control) = socket.control.lock() {
             if why == Reason::Violation {
@@ -416,14 +416,15 @@ impl Worker {
                 socket.tx_mode.go(Move::Left);
             }
         }
-        // The program can still read the bytes in the ring. With an empty ring this leaves the link at once; else the
-        // receive that empties it does.
+        // The program can still read the bytes in the ring. If the ring is empty, the direction leaves the link here;
+        // else the receive that empties the ring makes it leave.
         connection::leave_link_at_end(socket);
         crate::notify::ready::notify_local(socket);
         self.settle(Ref::new(socket));
     }
 
-    /// Takes streams off their dead links once TCP shows that the peer has ended, or once the time for that is over.
+    /// Takes the streams whose peer's process has ended off their dead links, once TCP shows that end too, or once the
+    /// time for that is over (`Ends`).
     pub(super) fn leave_dying(&mut self, now: u64) {
         for socket in self.ends.over(now) {
             self.leave_dead(socket, Reason::PeerGone);
@@ -458,7 +459,7 @@ impl Worker {
 /// peer.
 fn forget_unopened(link: &'static Link) {
     for socket in socket::all().filter(|socket| socket.link() == Some(link)) {
-        // A stream that is opened pins the link, so its object stays this link.
+        // A stream that was opened pins the link, so the object still stands for this link.
         if let Some(control) = socket.control.lock()
             && control.opened.is_none()
         {
@@ -467,7 +468,7 @@ fn forget_unopened(link: &'static Link) {
     }
 }
 
-/// Returns the sizes of this end's memory.
+/// Returns the sizes of this end's memory, for the peer.
 fn own_geometry(layout: &Layout) -> Geometry {
     Geometry {
         arena_bytes: layout.file_len(),

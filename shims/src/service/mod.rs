@@ -6,6 +6,16 @@
 //!
 //! Calls of the program hand it [`Command`](crate::objects::mailbox::Command)s; all other work comes through its epoll
 //! set. This file has the thread's state, its start, loop and end, the commands and the timers.
+//!
+//! Words of this folder (ARCHITECTURE.md shows the messages of a promotion):
+//!
+//! - *question*: an ASK. To *ask for* a connection is to send its peer an ASK. The sender is the *asker*.
+//! - *attempt*: one handshake for a promotion, from the ASK on. Each end draws a *nonce* for it.
+//! - *name*: an abstract AF_UNIX name. A *service name* belongs to a TCP port, and an instance has a name of its own.
+//! - *channel*: a connection to a name, over which messages are exchanged. A *guest* is a channel that a peer has
+//!   opened.
+//! - *control port*: the UDP port by which other hosts ask.
+//! - *bulk queue pair*: a second queue pair of a link to another host, for direct transfers.
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -84,14 +94,15 @@ enum Peer {
         /// The nonce of the last YES that was sent on the channel.
         offered: Option<Nonce>,
     },
-    /// A channel to a service name or an instance's name, on which a question was sent.
+    /// A channel to a service name or an instance's name, on which this instance has sent a question.
     Asked {
         request: u64,
         by_name: bool,
-        /// After a YES on this channel: the connection that sends HELLO.
+        /// Once YES has come on this channel: the connection that sends HELLO.
         greets: Option<Ref>,
     },
-    /// A channel on which a link was asked for. Between hosts there is no channel: a thread connects a queue pair.
+    /// A channel on which this instance has asked for a link. Between hosts there is no channel: a thread connects a
+    /// queue pair.
     Linking(Pending),
     /// A queue pair that another host connects.
     Arriving(Arriving),
@@ -109,14 +120,14 @@ struct Conn {
     /// `None` for a link's channel, which the link owns, and for an entry without a channel.
     channel: Option<Channel>,
     peer: Peer,
-    /// When the entry is removed if nothing comes of it, monotonic ns; `None` if it may stay.
+    /// When the entry is removed if nothing has come of it by then, monotonic ns; `None` if it may stay.
     until: Option<u64>,
     /// The cookie with which another host has asked for the link, until something has come over the link. On iWARP a
-    /// link is up at this end as soon as this end's answer has been sent, and the other end may not know of the link
-    /// yet.
+    /// link is up at this end as soon as this end's answer has been sent. The other end may not know of the link yet,
+    /// and ask with the same cookie again.
     cookie: Option<Cookie>,
-    /// A channel that brings the peer's next message from a separate thread (`os::apart`). Until that message has come,
-    /// the peer's channel is not read.
+    /// A channel to a separate thread of this process, which receives the peer's next message because that message has
+    /// descriptors (`os::apart`). Until the thread has passed the message on, the peer's own channel is not read.
     apart: Option<Channel>,
 }
 
@@ -137,7 +148,7 @@ impl Conn {
 #[derive(PartialEq, Eq)]
 enum Watched {
     Done,
-    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on the socket (see `Epoll::take_over`).
+    /// Not before the program calls epoll_ctl(EPOLL_CTL_MOD) on the socket (see `Epoll::take_over`).
     AfterMod,
     Impossible,
 }
@@ -147,8 +158,8 @@ struct Worker {
     library: &'static Library,
     service: &'static Mailbox,
     instance_name: Option<names::Listener>,
-    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not have cookies. The value is
-    /// [`ELSEWHERE`] if the thread is not in the namespace that it began in.
+    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not have such cookies. It is
+    /// [`ELSEWHERE`] if the thread is not in the namespace that the first service thread was in.
     namespace: u64,
     /// Returns the owner of the connector's socket. Tests set another function.
     owner_of: fn(&Tuple) -> Owner,
@@ -160,10 +171,11 @@ struct Worker {
     most_guests: usize,
     next_conn: u64,
     asks: HashMap<u64, Asking>,
-    /// Connections that wait until earlier questions are answered, in the order in which they are asked for.
+    /// Connections for which this instance has yet to ask, in that order. They wait until earlier questions are
+    /// answered.
     to_ask: VecDeque<Ref>,
-    /// Destinations where no program with the library answers. So such a server costs one question for each lifetime of
-    /// an entry, not for each connection.
+    /// Destinations where no program with the library answers. An entry lasts for `ask::ABSENT_FOR`, so such a server
+    /// costs one question in that time, and not one for each connection.
     absent: Memory<SocketAddr, ()>,
     devices: Devices,
     handshakes: Handshakes,
@@ -235,7 +247,7 @@ pub(crate) fn end(library: &Library) {
     }
     Library::get().waiters.ring(SERVICE);
     wait_until(|| match service.thread.load(Acquire) {
-        // The thread is about to run, or could not be made.
+        // There is no id yet: the thread is about to run. Or it could not be made, and counts as not started.
         0 => !service.is_started(),
         id => is_gone(id),
     });
@@ -404,7 +416,7 @@ impl Worker {
             readiness::tell(link);
             self.poll_remote(link);
         }
-        // Last, since answers that were read in this round may have made room for further questions.
+        // Called last, since answers that were read in this round may have made room for further questions.
         self.ask_next();
     }
 
@@ -495,7 +507,7 @@ impl Worker {
             Task::ReadAhead => connection::read_ahead(socket, false),
             Task::Settle => return self.settle(r),
             Task::Drained => {
-                // Sends no notification: an edge-triggered set would report again what it has reported.
+                // Sends no notification: an edge-triggered set would report once more what it has reported already.
                 self.close_if_over(socket);
                 false
             }
@@ -638,7 +650,8 @@ fn own_namespace() -> u64 {
 }
 
 /// A part of the thread's work that has deadlines. The first function returns the next deadline, monotonic ns; `None`
-/// if nothing is scheduled. The second does what is due, and is called after every sleep, however long that was.
+/// if nothing is scheduled. The second does what is due at the time that it gets. It is called after every sleep, even
+/// if no deadline has passed.
 type Timer = (fn(&Worker) -> Option<u64>, fn(&mut Worker, u64));
 
 /// The thread's timers, in the order in which they are handled.
@@ -720,7 +733,8 @@ thread_local! {
     static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
+/// Calls `round` until it returns `Break`. A panic ends only the round in which it occurs. The next round begins after
+/// a `pause`.
 ///
 /// The command or event that has caused the panic is lost. Its connection may stay on TCP, or wait until its
 /// promotion's time is up. The next round handles the other commands and events. Locks are released as their guards

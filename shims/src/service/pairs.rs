@@ -30,9 +30,9 @@ use crate::service::{Conn, Peer, SignalsBlocked, Worker, ends_of, keys, link_at,
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
 /// The first interval between maintenances of links, ns. For that time the last head (a reader's position) of an idle
-/// direction is held back. For that time also completions may wake no thread, after the last thread that slept on a
-/// link has gone on. While links are in use the interval grows to four times as much, since each maintenance takes a
-/// core from the program.
+/// direction is held back. For that time, too, completions of a link may wake no thread, once the last thread that
+/// slept on the link has gone on with its work. While links are in use the interval grows to four times as much, since
+/// each maintenance takes a core from the program.
 pub(super) const MAINTAIN_AFTER: u64 = 5_000_000;
 const MAINTAIN_DOUBLINGS: u32 = 2;
 
@@ -109,7 +109,7 @@ impl Worker {
         }
     }
 
-    /// Drops a listener whose device has gone. The next connection that a device could serve may find another device.
+    /// Drops a listener whose device has gone. A later connection that a device could serve may find another device.
     fn drop_acceptor(&mut self, id: u64, error: Errno) {
         let Some(acceptor) = self.acceptors.remove(&id) else {
             return;
@@ -363,7 +363,7 @@ impl Worker {
     /// Maintains the links to other hosts: sends the heads (readers' positions) that idle directions owe. If no thread
     /// of the program sleeps on a link any more, its completions wake this thread again.
     pub(super) fn maintain_links(&mut self) {
-        // First, so that a request that comes from now on is a new one.
+        // The request for maintenance is cleared first, so that a request from now on counts as a new one.
         self.service.maintaining.begin();
         let mut again = false;
         for link in link::all() {
@@ -514,7 +514,7 @@ enum Stage {
 /// The bulk queue pair of one link.
 pub(super) struct Bulk {
     stage: Stage,
-    /// The cookie that the other end was given last. A request with it may be repeated, as for a link.
+    /// The cookie that the other end was given last. The other end may use it in several requests, as for a link.
     cookie: Option<Cookie>,
     /// How many bulk queue pairs of the link were lost, or failed to come up.
     lost: u32,
@@ -623,7 +623,8 @@ impl Worker {
 
     /// Accepts a bulk queue pair beside the link that has offered it.
     fn accept_bulk(&mut self, link: &'static Link, remote: &Remote, incoming: Incoming) -> Result<Pair, Errno> {
-        // The other end has given up its last request, and does not know of a queue pair that has come of it.
+        // The other end has given up its last request, and does not know of a queue pair that this end has accepted for
+        // it.
         self.forget_arriving_beside(link);
         remote.drop_bulk();
         remote.end_retired();
@@ -707,7 +708,8 @@ impl Bulk {
         }
     }
 
-    /// Notes the cookie that the other end was given, and until when it counts, monotonic ns.
+    /// Notes the cookie that the other end was given, and until when this end waits for a request with it, monotonic
+    /// ns.
     fn on_offered(&mut self, cookie: Cookie, until: u64) {
         self.cookie = Some(cookie);
         self.stage = Stage::None { before: until };

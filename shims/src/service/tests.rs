@@ -205,7 +205,7 @@ pub(super) fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (server, _) = listener.accept().unwrap();
     let socket = Socket::allocate(server.as_raw_fd(), true).unwrap();
-    // As a non-blocking socket that the program polls by a call with a hook.
+    // Makes it count as a socket for whose readiness the program asks by a call with a hook.
     socket.blocking.set_polled();
     socket.promotion.set_acceptor(None);
     socket.promotion.set_stage(Stage::Watching);

@@ -30,7 +30,7 @@ use crate::service::{Peer, Watched, Worker};
 use crate::sys::points::point;
 
 /// How long the peer's process may take to put the end mark on the link once TCP has brought the peer's FIN, ns. This
-/// end asks the process to check. The process sets the mark, or is itself seen to have ended.
+/// end asks that process to check the connection. The process then sets the mark, or is seen to have ended.
 const MARK_WITHIN: u64 = 1_000_000_000;
 /// Time to the first check for a reader, and the longest time between two, ns. Half-closed connections may live for
 /// days.
@@ -66,7 +66,8 @@ impl Worker {
             if !ready::watch(socket, fd) {
                 return Watched::Impossible;
             }
-            // Notes the events from before the watch, which possibly no later event reports.
+            // The TCP socket may have had events before it was watched, which no later event reports. They are noted
+            // here.
             note_anchor(socket);
             socket.wakes.watched.publish(true);
         }
@@ -97,7 +98,8 @@ impl Worker {
         point!("unwatch: the socket is the kernel's, and nobody knows");
         ready::hand_back(socket);
         point!("unwatch: sets have been told");
-        // Threads that sleep on the library's doorbells sleep on the kernel's object from now on.
+        // Wakes the threads that sleep on doorbells of the library for this socket: from now on they have to sleep on
+        // the kernel's object.
         ready::notify_local(socket);
     }
 
@@ -195,16 +197,16 @@ fn note_anchor(socket: &Socket) {
 
 // Connections whose peer has ended, or may have, although no message or mark on the link shows it.
 
-/// A connection whose peer has ended, where only TCP or only the link shows it.
+/// A connection whose peer has ended, which only TCP or only the link shows yet.
 struct Ending {
     r: Ref,
-    /// When the wait until the other shows it too is over, monotonic ns.
+    /// When this end stops waiting for the other of the two to show it, monotonic ns.
     deadline: u64,
 }
 
-/// A connection that sends on a link to a peer which, as TCP shows, has sent its last byte. If the peer's program
-/// closes the fd where no hook sees it, TCP shows nothing more. So while bytes stay unread, this end has the peer's
-/// library check whether there still is a reader.
+/// A connection that sends on a link, while TCP shows that the peer has sent its last byte. If the peer's program
+/// closes the fd where no hook sees it, TCP shows nothing more. So while bytes stay unread, this end asks the peer's
+/// library to check whether there still is a reader.
 struct OneWay {
     r: Ref,
     /// The position of the reader at the last check.
@@ -269,7 +271,7 @@ impl Ends {
             self.unmarked.push(Ending { r, deadline });
         }
         if is_unmarked || tx::is_full(socket) {
-            // Has the peer's service thread check whether there still is a reader.
+            // Asks the peer's service thread to check whether there still is a reader.
             ready::notify_peer(socket, Wake(Link::service_bits()));
         }
         if sends_on_link(socket) {
@@ -283,7 +285,7 @@ impl Ends {
         }
     }
 
-    /// Has the peer's process check whether there still is a reader, for each connection whose bytes are not read.
+    /// Asks the peer's library to check whether there still is a reader, for each connection whose bytes stay unread.
     pub(super) fn look_for_readers(&mut self, now: u64) {
         self.one_way.retain(|_, look| {
             let Some(socket) = look.r.get().filter(|s| sends_on_link(s)) else {

@@ -465,7 +465,7 @@ fn a_host_that_restamps_for_ever_is_not_followed() {
     assert!((2..8).contains(&sent), "{sent}");
 }
 
-/// Returns whether the socket is on TCP, and is asked for again in half a minute.
+/// Returns whether the socket is on TCP, and the next question about it is put off for 20 to 30 s.
 fn is_left_alone(socket: &Socket) -> bool {
     let pause = socket.promotion.attempts.pause();
     socket.promotion.stage() == Stage::Watching && (20_000_000_000..=30_000_000_000).contains(&pause)
@@ -509,7 +509,7 @@ fn a_silent_host_gets_one_question_at_a_time_and_is_then_left_alone() {
     let address = asked.address;
     let (request, _) = ask(&mut asked.worker, other, nonce, address);
     let (first, from) = asked.receive();
-    // The question's time passes, and all that is due is done.
+    // The question is repeated until its time has passed.
     let start = crate::sys::time::now_ns();
     for ms in (0..5900).step_by(50) {
         asked.worker.hosts_on_time(start + ms * 1_000_000);
@@ -533,7 +533,7 @@ fn a_silent_host_gets_one_question_at_a_time_and_is_then_left_alone() {
     let (_, host) = ask(&mut asked.worker, socket, nonce, address);
     assert!(host.is_none(), "it is not asked now");
 
-    // The host was only slow. Its YES, for which it keeps the connection, still gets an answer.
+    // The host was only slow. For its YES it keeps the connection in the attempt, so the YES still gets an answer.
     let yes = asked.yes();
     asked.answerer.set_nonblocking(false).unwrap();
     asked.send(from, first.query, yes);

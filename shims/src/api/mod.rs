@@ -1,8 +1,8 @@
-//! The functions of `include/rdmasock.h`, for programs that know of the library. Each of them is one function with the
-//! C ABI here.
+//! Implements the functions that `include/rdmasock.h` declares, for programs that know of the library. `rdmasock_info`
+//! is implemented by `info` here, a function with the C ABI, and the others likewise.
 //!
-//! As in [`hooks`](crate::hooks), code that blocks or has destructors lies in other functions, which have Rust's own
-//! ABI.
+//! Code that blocks or has destructors lies in other functions, which have Rust's own ABI. [`hooks`](crate::hooks) says
+//! why.
 #![allow(
     clippy::missing_safety_doc,
     reason = "the contract of each function is what the header says of the one with its name"
@@ -44,7 +44,8 @@ fn result<T: From<i8>>(function: impl FnOnce() -> Result<T, c_int>) -> T {
     }
 }
 
-/// Returns `Ok` if `fd` is a TCP socket of the program. `Err` is the errno with which a call on another fd fails.
+/// Returns `Ok` if `fd` is a TCP socket of the program. `Err` is the errno for any other fd: EBADF if it is not open or
+/// is the library's own, ENOTSOCK if it is no socket, and EOPNOTSUPP if it is a socket of another kind.
 fn is_tcp(fd: c_int) -> Result<(), c_int> {
     if fd < 0 || privatefd::is_private(fd) {
         return Err(libc::EBADF);
@@ -79,7 +80,7 @@ pub struct Info {
     pub receives_by: u32,
     /// The code of the [`Reason`] for which a direction is on TCP, 0 (`Reason::None`) if neither direction is.
     pub why: u32,
-    /// The code of the [`Reason`] that the peer gave when it declined a promotion.
+    /// The code of the [`Reason`] that the peer gave when it declined a promotion, 0 if it gave none.
     pub peer_why: u32,
     /// Always 0.
     pub reserved: u32,
@@ -99,7 +100,7 @@ pub struct Info {
 const FIRST: usize = size_of::<Info>();
 const _: () = assert!(FIRST == 216);
 
-/// Implements `rdmasock_info`: fills `*info` with the state of the connection `fd`. Returns 0, or -1 with errno.
+/// Implements `rdmasock_info`: fills `*info` with the state of the connection `fd`. Returns 0, or -1 and sets errno.
 pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
     if !is_plausible(info) {
         return errno::fail(libc::EFAULT);
@@ -202,7 +203,8 @@ fn why(socket: &Socket, counts: Option<&StreamStats>) -> Why {
     }
 }
 
-/// Returns the state of a connection on TCP that has carried nothing and has no reason.
+/// Returns an `Info` whose fields are 0, except for `size`: both directions are on TCP, no bytes were carried, and no
+/// reason is given.
 fn blank() -> Info {
     const _: () = assert!(Path::Tcp as u32 == 0 && Reason::None as u32 == 0);
     Info {
@@ -231,7 +233,7 @@ const TCP: c_int = 0;
 /// The value of `RDMASOCK_LINK`.
 const LINK: c_int = 3;
 
-/// Implements `rdmasock_prefer`: makes the connection `fd` prefer `way`. Returns 0, or -1 with errno.
+/// Implements `rdmasock_prefer`: makes the connection `fd` prefer `way`. Returns 0, or -1 and sets errno.
 pub unsafe extern "C" fn prefer(fd: c_int, way: c_int) -> c_int {
     result(|| within(|| set_preference(fd, way)).map(|()| 0))
 }
@@ -274,14 +276,15 @@ fn stay(socket: &'static Socket) {
     if matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
         return;
     }
-    // An attempt that has not begun finds this reason when it begins.
+    // If no attempt has begun yet, a later one finds this reason and ends.
     tx::take_back(socket, Reason::Asked);
     if !socket.may_be_on_link() {
         threshold::stay(socket, Reason::Asked.into());
     }
 }
 
-/// Asks for a link without waiting for the threshold. `Err(EOPNOTSUPP)`: the connection stays on TCP for good.
+/// Asks for a link without waiting for the threshold. Returns EOPNOTSUPP as the error if the connection stays on TCP
+/// for good.
 fn hurry(socket: &'static Socket) -> Result<(), c_int> {
     match socket.promotion.stage() {
         Stage::Busy => return Ok(()),
@@ -294,7 +297,7 @@ fn hurry(socket: &'static Socket) -> Result<(), c_int> {
         return Ok(());
     }
     socket.promotion.progress.hurry();
-    // A socket that is not connected yet asks with its first bytes.
+    // A socket that is not connected yet asks for its promotion with its first bytes.
     if socket.promotion.stage() == Stage::Watching && tuple_of(socket).is_some() {
         threshold::worth_it(socket);
     }
@@ -304,7 +307,7 @@ fn hurry(socket: &'static Socket) -> Result<(), c_int> {
 // `rdmasock_view` and `rdmasock_release`: receiving without a copy.
 
 /// Implements `rdmasock_view`: stores where the next received bytes lie in `pieces`, and the number of pieces in
-/// `*count`. Returns the number of those bytes, or -1 with errno.
+/// `*count`. Returns the number of those bytes, or -1 and sets errno.
 pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
     if !is_plausible(pieces) || !is_plausible(count) {
         return errno::fail(libc::EFAULT);
@@ -351,7 +354,7 @@ fn why_not(fd: c_int) -> c_int {
     }
 }
 
-/// Implements `rdmasock_release`: counts the first `n` bytes of the view of `fd` as received. Returns 0, or -1 with
+/// Implements `rdmasock_release`: counts the first `n` bytes of the view of `fd` as received. Returns 0, or -1 and sets
 /// errno.
 pub unsafe extern "C" fn release(fd: c_int, n: usize) -> c_int {
     let released = || match call::connection(fd) {

@@ -143,7 +143,8 @@ fn hold(socket: &'static Socket) -> bool {
     }
     socket.promotion.set_stage(Stage::Pinned);
     if inside == Inside::Kernel && socket.is_plain() && !socket.is_watched() {
-        // The kernel keeps its file for these calls itself.
+        // All these calls are in the kernel's receive or send, where the kernel keeps the TCP socket for them. So the
+        // library needs no fd for it.
         socket.numbers.fd.store(-1, Release);
         return true;
     }
@@ -170,8 +171,9 @@ enum Inside {
     Ours,
 }
 
-/// Publishes `what`, the state of the fds ([`closed`]), and returns where the calls are that began before. Each such
-/// call sees `what` when it returns. If there is none, publishes the fds as open again.
+/// Finds out where the calls are that began before the close and have not returned. First publishes `what`, a value of
+/// [`closed`], so that each of these calls sees it when it returns. If there is no such call, publishes that an fd is
+/// open again: the caller carries the close out at once.
 fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
     let sleeps = socket.wakes.interest.lock().map(|i| !i.sleepers.is_empty());
     let (Some(sleeps), Some(rx), Some(tx)) = (sleeps, socket.rx.lock(), socket.tx.lock()) else {

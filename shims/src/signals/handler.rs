@@ -84,8 +84,9 @@ pub(super) fn is_readable(place: usize) -> bool {
     asked != Err(rustix::io::Errno::FAULT)
 }
 
-// Work that a thread does for other threads while it sleeps. If a signal interrupts the sleep, the program's handler
-// may block for any time. So before the handler runs, the work is handed over to another thread.
+// A thread that sleeps may have a duty towards other threads. For example, it polls a link's completions for all of
+// them. If a signal interrupts the sleep, the program's handler may block for any time. So before the handler runs, the
+// duty is handed over to another thread.
 
 type HandOver<'a> = &'a dyn Fn();
 

@@ -1,4 +1,5 @@
-//! Interruptions of a call: signal handlers, cancellation, jumps out of both, the end of the first thread.
+//! Interruptions of a call and ends of its thread: signal handlers, cancellation, jumps out of both, and the end of the
+//! main thread.
 
 pub(crate) mod ending;
 pub(crate) mod handler;

@@ -55,8 +55,8 @@ pub(crate) fn on_listen(fd: c_int) {
     if startup::is_on() && (known || is_tcp(fd)) {
         let listener = Listener::new(fd);
         drop_entry(table::insert(fd, Entry::Listener(listener)), fd);
-        // A connector waits for the answers on all names of a port. So if there is a service thread, it answers on this
-        // listener's name from here on.
+        // A connector asks on all service names of a port, and waits for all answers. So a running service thread
+        // answers on this listener's name from here on, even before the listener accepts a connection.
         if Library::current().is_some_and(|library| library.service.is_started()) {
             listener.on_accept();
         }

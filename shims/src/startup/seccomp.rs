@@ -255,7 +255,7 @@ fn are_allowed(filter: &[libc::sock_filter]) -> bool {
 struct Call {
     /// The number of the system call.
     number: c_long,
-    /// The arguments, as far as filters may check them.
+    /// The six arguments that a filter may check. Arguments that `ANY` and `WITH` do not give are 0.
     arguments: [u64; 6],
 }
 

@@ -421,7 +421,8 @@ call! {
                 .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
         };
         let Some(mut array) = array else {
-            // Control data of a send on a TCP socket request a service of the kernel.
+            // The message has control data, or the library cannot read it. With control data, the program asks for a
+            // service that only the kernel has.
             return send_what_there_is(socket, fd, flags, &kernel);
         };
         // SAFETY: the cursor is over the program's buffers.

@@ -101,8 +101,9 @@ pub(super) fn result(of: Result<usize, Errno>) -> c_long {
 
 const SERVED: [&[(c_long, Handler)]; 3] = [CALLS, OTHERS, super::memory::MEMORY];
 
-// The ways to serve a call by number. They differ in whether the call's fd has to be known to the library, whether the
-// call may wait for a link, and whether it changes the library's tables.
+// The functions that a row of the table names as `WAY`. Each decides for one call by number whether the hook serves it
+// (`served`), or the system call is made as it is (`plain`). They differ in three points: whether the fd table must
+// have an entry for the call's fd, whether the call may wait for a link, and whether it changes the library's tables.
 
 /// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
 const CANCEL_DISABLE: c_int = 1;
@@ -270,7 +271,7 @@ fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
 
 // System calls that differ from libc's functions in their arguments, or in the values that they leave in them.
 
-/// The numbers of such calls, and of fork and clone, with their handlers.
+/// The numbers of these system calls, and of fork, clone and clone3, each with its handler.
 const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_preadv2, preadv2),
     (libc::SYS_pwritev2, pwritev2),

@@ -165,8 +165,9 @@ impl Listener {
     fn inherit(&self) {
         let is_used = self.fds.swap(0, AcqRel) > 0;
         self.served.store(false, Release);
-        // SAFETY: only this thread exists in the child. If a thread of the parent was closing the name at the fork, no
-        // fd of the listener is left, and `forget_unused` gives the name up.
+        // SAFETY: only this thread exists in the child, so no other thread holds the lock. A thread of the parent may
+        // have been changing the name at the fork. That happens only while the listener has no fd, so the child has
+        // none of its fds either, and `forget_unused` gives the name up without reading it.
         unsafe { self.name.reset() };
         if self.holders.try_lock().is_none() {
             // SAFETY: only this thread exists in the child. A thread of the parent was reading the page of a listener

@@ -531,12 +531,12 @@ impl Socket {
         self.rx_mode.look() != Mode::Tcp
     }
 
-    /// Counts out a call that has left the kernel's receive. True if it was the last such call and the caller has to
-    /// check TCP, for one of these reasons:
+    /// Counts out a call that has left the kernel's receive. Returns true if it was the last call inside and other
+    /// threads have left work to it, for one of these reasons:
     ///
-    /// - A scan for markers has begun meanwhile, or has led to the link, and other threads have left the markers to
-    ///   this call.
-    /// - The program has closed the connection.
+    /// - A scan for markers has begun meanwhile, or has even led to the link. No thread could read TCP while a call was
+    ///   inside, so this caller has to check it.
+    /// - The program has closed the connection, and this caller has to end it.
     #[inline]
     pub fn leave_rx(&self) -> bool {
         self.rx_inside.leave() && (self.rx_was_marked() || self.numbers.is_closed())

@@ -1,11 +1,13 @@
-//! Keeps registrations of the registered allocator's memory (`alloc/`, docs/design/allocator.md). That memory consists
-//! of pieces. A registration has the key by which a link's device accesses a piece, and lasts from call to call, until
-//! the piece changes. `objects/pinned.rs` uses the registrations for calls. A [`Budget`] bounds how many bytes are
-//! registered at a time.
+//! Keeps the registrations of memory that comes from the registered allocator (`alloc/`, docs/design/allocator.md): a
+//! malloc for memory that devices access. That memory consists of *pieces*. To *register* a piece with a link's device
+//! takes time, and gives the key by which the device accesses the piece. So a registration is not ended with the call
+//! that has made it: later calls use it until the piece changes. `objects/pinned.rs` makes and uses registrations. A
+//! [`Budget`] bounds how many bytes are registered at a time.
 //!
-//! Registrations of a piece are kept under the piece's epoch, a number that the allocator changes before anything
-//! happens to the memory. A call reads the epoch first, so it never uses a registration from before a change. As a rule
-//! the allocator ends such registrations ([`Pieces::end`]). A later call that finds one left ends it too.
+//! Each piece has an *epoch*, a number that the allocator changes before anything happens to the piece's memory.
+//! Registrations are kept with the epoch in which they were made. A call reads the epoch first, so it never uses a
+//! registration from before a change. As a rule the allocator ends such registrations ([`Pieces::end`]). A later call
+//! that finds one left ends it too.
 
 use std::ffi::c_long;
 use std::sync::Arc;

@@ -154,7 +154,7 @@ fn no_more_is_taken_than_there_is() {
     let limit = 1024 * KIB as u64;
     let (first, first_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
     assert_eq!((first, first_cost), (600 * KIB, 608 * KIB as u64));
-    // The second call gets the rest of the limit.
+    // The second call gets what is left of the limit, less two pages for the edges of its memory.
     let (second, second_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
     assert_eq!(second, 1024 * KIB - 608 * KIB - 8 * KIB);
     assert_eq!(budget.take(4 * KIB, 4 * KIB, limit), None);

@@ -1,4 +1,5 @@
-//! Reads and sets errno. The program reads it too, so a hook sets it only if its call fails.
+//! Reads and sets errno of the calling thread. errno is the program's, so a hook changes it only if the program's call
+//! fails.
 
 use std::ffi::c_int;
 

@@ -38,7 +38,7 @@ pub(crate) fn device(fd: BorrowedFd<'_>) -> Option<u32> {
     if let Some(index) = get(fd, DEVICE) {
         return Some(index.cast_unsigned());
     }
-    // Before Linux 5.0 there is only the interface's name, which is empty for an unbound socket.
+    // A kernel without SO_BINDTOIFINDEX reports only the interface's name, which is empty for an unbound socket.
     let (_, len) = bytes::<{ libc::IFNAMSIZ }>(fd, DEVICE_NAME).ok()?;
     (len == 0).then_some(0)
 }

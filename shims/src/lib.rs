@@ -11,7 +11,7 @@
 //! data             send and receive, and what a connection asks of its socket
 //! notify           wake-ups, epoll sets, the table of descriptors, waits, fork
 //! objects          the instance, its mailbox, links, listeners, sockets, holders
-//! signals          signal handlers, cancellation, jumps, the end of the first thread
+//! signals          signal handlers, cancellation, jumps, the end of the main thread
 //! config           environment variables, rules, log, devices
 //! sys              errno, libc's functions, time, socket options, test points
 //! ```

@@ -1,7 +1,7 @@
 //! The C interface between librdmasock.so, *the library*, and librdmasock_alloc.so (`alloc/`), *the allocator*: a
 //! malloc whose large blocks stay registered with RDMA devices. Both may be loaded into one process. Through this
 //! interface the library asks which piece of the allocator's memory contains an address, and reads whether that piece
-//! has changed. Both are built from this file, which has declarations only.
+//! has changed. Both are built from this file. Their own code is elsewhere.
 //!
 //! The allocator's memory consists of pieces. Each piece has an *epoch*: a number that changes before the allocator, or
 //! a system call of the program, changes the piece's pages or addresses. The library reads the epoch before it finds

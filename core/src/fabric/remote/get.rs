@@ -218,7 +218,8 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// Changes the state of the loan that stream `mine` reads, then checks what has ended by that.
+    /// Changes the state of the loan that stream `mine` reads, then checks whether a transfer or the loan has ended by
+    /// that.
     pub(super) fn change_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, f: impl FnOnce(&mut Incoming)) {
         if let Some(s) = self.streams.get(mine) {
             f(&mut s.inc);
@@ -226,9 +227,9 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// Checks what of stream `mine` has ended. If a transfer into the program's buffer has ended, the program gets the
-    /// buffer back. If a loan has ended, TAKEN is to be sent. If all READs have ended, and both ends have finished with
-    /// the number, the number is free.
+    /// Checks which transfers of stream `mine` have ended. If a transfer into the program's buffer has ended, the
+    /// program gets the buffer back. If a loan has ended, TAKEN is to be sent. If all READs have ended, and both ends
+    /// have finished with the number, the number is free.
     pub(super) fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;

@@ -64,7 +64,7 @@ pub(super) struct Shared<Q, L> {
     pub outbox: Lock<VecDeque<QueuedMessage>>,
     /// The number of messages in the inbox.
     pub news: Published<AtomicU32>,
-    /// Asked while a head is held back, for [`End::settle`](crate::fabric::remote::End::settle).
+    /// The request for [`End::settle`](crate::fabric::remote::End::settle): it is pending while a head is held back.
     pub owes: Request,
     /// Whether the engine's watch needs ticks.
     pub is_watched: Published<AtomicBool>,

@@ -21,7 +21,7 @@ pub(super) enum State {
     /// No stream has the number.
     #[default]
     Free,
-    /// A stream has the number. `theirs` shows whether it is paired.
+    /// A stream has the number. It is *paired* once the peer's number for it is known (`theirs`).
     Open,
     /// CLOSED was sent. Later records of the peer have no effect.
     Left,

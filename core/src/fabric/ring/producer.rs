@@ -552,7 +552,8 @@ impl Producer {
         self.backed = None;
         let first = self.earlier[0];
         self.change_ring(ring);
-        // Keeps that earlier ring too: the known head may still lie in it, although the consumer has read further.
+        // Keeps the ring before that as well: the known head may still lie in it, although the consumer has read
+        // further.
         self.earlier[1] = first;
         self.aside = true;
         true

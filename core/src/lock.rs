@@ -198,7 +198,7 @@ impl<T> Guard<'_, T> {
     }
 }
 
-/// The section that [`Guard::unlock`] keeps open. It ends when the value is dropped.
+/// The section that `Guard::unlock` keeps open. It ends when the value is dropped.
 #[derive(Debug)]
 pub struct Section(());
 

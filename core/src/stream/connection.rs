@@ -98,11 +98,11 @@ pub struct Tx<O> {
     pub end: End,
     /// The peer has not been notified of the last bytes in the ring, because more bytes will follow soon.
     pub wake_delayed: bool,
-    /// The state of the socket object [`SocketIo`] that the same lock protects.
+    /// The state of the socket object (`SocketIo`) that the same lock protects.
     pub own: O,
 }
 
-/// How the sending direction goes on once TCP has taken all of [`Tx::marker`].
+/// How the sending direction goes on once TCP has taken all of `Tx::marker`.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub enum Then {
     /// Over TCP.
@@ -200,7 +200,7 @@ pub struct Rx<O> {
     pub is_lost: bool,
     /// The number of bytes that the peer's RESUME has announced and that the program has not read from TCP yet.
     pub owed: u64,
-    /// The state of the socket object [`SocketIo`] that the same lock protects.
+    /// The state of the socket object (`SocketIo`) that the same lock protects.
     pub own: O,
 }
 
@@ -273,7 +273,7 @@ pub struct Control<L, O> {
     pub leave: Option<Reason>,
     /// The stay on a link between hosts. Present until this end gives its stream back.
     pub stay: Option<Stay>,
-    /// The state of the socket object [`SocketIo`] that the same lock protects.
+    /// The state of the socket object (`SocketIo`) that the same lock protects.
     pub own: O,
 }
 

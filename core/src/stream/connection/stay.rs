@@ -296,7 +296,7 @@ pub fn end<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
 
 // The way back to TCP from any link.
 
-/// Takes the socket back to TCP, in the way of [`leave_link`]. If a handshake is under way, the way back begins when
+/// Takes the socket back to TCP, in the way of `leave_link`. If a handshake is under way, the way back begins when
 /// the handshake has ended.
 pub fn leave<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, reason: Reason) {
     control.leave = Some(reason);

@@ -1,8 +1,10 @@
 //! `librdmasock_alloc.so`: malloc and its related functions, which the program finds before libc's. Large blocks of a
 //! program can stay registered with RDMA devices for longer than a call (`RDMASOCK_ALLOC=registered`,
-//! docs/design/allocator.md). They lie in arenas, which are never unmapped. The *next allocator*, usually libc's,
-//! serves small blocks. The main library, librdmasock.so, finds the piece of an address by `rdmasock_core::allocator`.
-//! Without the main library this is a plain allocator.
+//! docs/design/allocator.md). They lie in *arenas*. An arena of this library is a range of addresses that is never
+//! unmapped; in other crates the word means the memory of a link. It is divided into *grains*, of which blocks consist,
+//! and into *pieces*, which get memory from the kernel and give it back. The *next allocator*, usually libc's, serves
+//! small blocks. The main library, librdmasock.so, asks by the interface `rdmasock_core::allocator` in which piece an
+//! address lies. Without the main library this is a plain allocator.
 //!
 //! The files, lowest first:
 //!
@@ -19,8 +21,8 @@
 //! | `exports` | the symbols |
 //!
 //! The allocator has no locks. Every step is one atomic change, after which all data is consistent, except that some
-//! memory may belong to no block. A call can be cut off in the middle: in a fork child, whose parent had another thread
-//! in the call, by a signal handler's jump, or by the end of a thread. Then at most that memory is lost.
+//! memory may belong to no block. A call may never finish: a signal handler may jump out of it, or its thread may end.
+//! In a fork child the calls of the parent's other threads stay unfinished. In each case at most that memory is lost.
 
 #![warn(missing_docs, unreachable_pub)]
 #![cfg_attr(

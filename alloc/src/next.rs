@@ -39,7 +39,8 @@ impl Next {
     }
 }
 
-/// Declares functions of the next library. Each returns `None` if no library behind this one has it.
+/// Declares functions of the C library's names. Each calls the function of its name in the next library that has one,
+/// in the loader's search order (RTLD_NEXT). Returns `None` if no library has one.
 macro_rules! next {
     ($($(#[$doc:meta])* $name:ident: fn($($arg:ident: $type:ty),*) -> $result:ty = $text:literal;)*) => {
         #[allow(non_upper_case_globals, reason = "named as what they stand for")]

@@ -45,7 +45,8 @@ pub struct Piece {
     pub start: usize,
     /// The length in bytes, whole pages.
     pub len: usize,
-    /// Points to the epoch of the piece. The epoch is a word that lives as long as the process.
+    /// Points to the epoch of the piece, a word that lives as long as the process. Null only in a value that the
+    /// allocator has not filled in.
     pub epoch: *const AtomicU64,
 }
 

@@ -1,5 +1,6 @@
 //! The place of a ring in an arena. An *arena* is the memory of one end of a link in which that end receives. Rings lie
-//! in its *data area*; `fabric::layout` has its other parts. Fabrics use the place, and messages carry it.
+//! in its *data area*; `fabric::layout` has its other parts. The type has a file of its own because `wire` and `fabric`
+//! both need it: the messages OPEN and OPEN-ACK carry the place of a ring, and `wire` does not import `fabric`.
 #![forbid(unsafe_code)]
 
 /// log2 of the bytes of a page. A ring begins at a page of the data area. The page is small under loom, where every

@@ -190,7 +190,8 @@ impl Attention {
     /// only loads the word.
     #[inline]
     pub fn keep_armed(&self, bits: u32) {
-        // A bit that is still set was not taken by a publisher. A publisher that publishes after this load takes it.
+        // Bits that are still set need not be set again. A publisher that publishes after this load takes them. The
+        // caller's check, which comes next, finds what was published before.
         if self.0.load(Ordering::SeqCst) & bits != bits {
             self.0.fetch_or(bits, Ordering::SeqCst);
         }

@@ -113,9 +113,10 @@ pub trait LinkEnd {
     /// Allocates another ring of `1 << log2` bytes; `None` if there is no room.
     fn allocate(&self, log2: u8) -> Option<Region>;
 
-    /// Allocates a reserve: a ring of `1 << log2` bytes that may never be used ([`Consumer::offer_reserve`]). The ring
-    /// has no memory yet, but is mapped so that its use cannot fail. `None` if the fabric has no reserves, if there are
-    /// no addresses for the ring, or if rings in use need the room.
+    /// Allocates a reserve: a ring of `1 << log2` bytes that is perhaps never used ([`Consumer::offer_reserve`]). The
+    /// ring has no memory yet; the producer gets it when it writes there. The ring's addresses are taken now, so that
+    /// this end cannot fail to map the ring later. `None` if the fabric has no reserves, if there are no addresses for
+    /// the ring, or if rings in use need the room.
     fn reserve(&self, _log2: u8) -> Option<Region> {
         None
     }

@@ -262,8 +262,9 @@ impl Gate {
         !self.is_closed()
     }
 
-    /// Counts the thread out. Returns true if other threads are inside. Each ring wakes one thread. So a thread that
-    /// was woken because the gate was closed rings for the next one.
+    /// Counts the thread out. Returns true if other threads are inside. One ring of the epoll set's doorbell wakes only
+    /// one of the threads inside. So if the gate is closed and this returns true, the caller rings the doorbell again,
+    /// for the next thread.
     #[must_use]
     pub fn leave(&self) -> bool {
         !self.inside.leave()

@@ -243,7 +243,8 @@ mod tests {
                 SendFlags::empty(),
             )
             .unwrap();
-            // The socket holds a message without descriptors, which the check removes.
+            // `used` has an unread message without descriptors. `is_expected` drops such a message and accepts the
+            // socket. Below, the message has a descriptor, and the socket is refused.
             assert_eq!(passed(used.as_fd()), Some(1));
             let (used, other) = sockets();
             let other = Channel::new(PrivateFd::place(other).unwrap());

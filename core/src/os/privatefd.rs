@@ -436,8 +436,8 @@ fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
     dup3(fd, &mut at, DupFlags::CLOEXEC)
 }
 
-/// Sets no number aside from now on, and closes those that are set aside. The eventfd stays open, as another thread may
-/// be about to duplicate it.
+/// Closes the numbers that are set aside. None is set aside again before the next [`PrivateFd::duplicate`]. The eventfd
+/// that occupied them, `RESERVE_FILE`, stays open, since another thread may be about to duplicate it.
 pub fn dismiss_reserve() {
     RESERVE_FILE.store(NONE, Relaxed);
     std::iter::from_fn(take_number).for_each(drop);
@@ -528,8 +528,10 @@ fn mask(kinds: u64) -> u64 {
     kinds * (SETTLED - 1)
 }
 
-/// The most checks before a thread gives up. They take 2 s at least, since on a busy machine the other thread may not
-/// get to run. They are bounded, because the other thread may have been stopped.
+/// The most times that a thread checks whether the other side's count is 0 ([`Sides`]). After that it goes on although
+/// the count is not 0. The checks take about 2 s or more, because on a busy machine the thread of the other side may
+/// not get to run. They are bounded, because that thread may have been stopped. They are bounded, because the other
+/// thread may have been stopped.
 const TURNS: u32 = 20_000;
 /// This many first checks yield the processor. Each later check sleeps 100 µs.
 const SHORT_TURNS: u32 = 100;
@@ -546,8 +548,8 @@ fn pause(turn: u32) {
     }
 }
 
-/// Returns how often to check for the other side. Returns 0 if the calling thread itself is counted there (`own`),
-/// since its entries cannot end while it waits.
+/// Returns how many times to check whether the other side's count (of [`Sides`]) is 0. `own` is the part of that count
+/// that comes from this thread. If it is not 0, returns 0: it cannot fall while this thread waits.
 fn turns(own: &Cell<u32>) -> u32 {
     if own.get() > 0 { 0 } else { TURNS }
 }

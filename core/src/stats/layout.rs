@@ -409,7 +409,7 @@ pub struct Asleep {
 pub struct SleeperStats {
     since: AtomicU64,
     unread: AtomicU64,
-    /// The id of the thread. 0 if the thread that went to sleep last is awake, and others still sleep.
+    /// The id of the thread that went to sleep last. 0 if that thread is awake again.
     thread: AtomicU32,
     /// The slot of the stream that the call is on, plus one; 0 is none.
     stream: AtomicU32,

@@ -17,8 +17,9 @@
 //! ```
 //!
 //! So an end that has written or read SWITCH knows that exactly one RESUME follows. It scans TCP until RESUME has come
-//! or TCP has ended. An end does not end its direction of TCP before its RESUME is written, except after
-//! [`Step::Mark`]. An end writes RESUME as soon as one row is fulfilled:
+//! or TCP has ended. An attempt to promote is *closed* at an end once that end has written SWITCH or ABORT. An end does
+//! not end its direction of TCP before its RESUME is written, except after [`Step::Mark`]. An end writes RESUME as soon
+//! as one row is fulfilled:
 //!
 //! | it has written | and                                                                         |
 //! |----------------|-----------------------------------------------------------------------------|
@@ -38,16 +39,16 @@
 //! brought all bytes up to the peer's `sent`, a receive fails with ECONNRESET.
 //!
 //! A program may read nothing until it has sent all its data, so the data in front of these markers may stay unread. If
-//! an end cannot continue to send before it has a marker, it searches the unread data for the marker
-//! ([`Resume::looks_ahead`], [`Resume::on_ahead`]). A marker that is found in this way counts for the end's sending
-//! direction at once. It counts for its receiving direction when the program has read up to it. An attempt in which
-//! this end has not written SWITCH or ABORT is *not closed*.
+//! an end can send, or end its direction, only after the peer's next marker, it searches the unread data for that
+//! marker ([`Resume::looks_ahead`], [`Resume::on_ahead`]). A marker that is found in this way counts for the end's
+//! sending direction at once. It counts for its receiving direction when the program has read up to it.
 //!
 //! Only close() may do without RESUME: the sender puts the mark FIN behind its last byte on the link. The peer's
 //! library confirms when all bytes and the mark are in the ring. Then the sender ends TCP without RESUME. Until the
-//! confirmation the sender can still write RESUME instead. So if the link fails at the reader after the mark has come,
-//! the reader writes RESUME once it has read SWITCH. If the sender has closed its socket by then, its kernel answers
-//! RESUME by a reset, which loses nothing: a reader that has the mark has every byte.
+//! confirmation the sender can still write RESUME instead. If the link fails at the reader after the mark has come, the
+//! sender may have closed its socket already. Then its kernel answers RESUME by a reset, and bytes still under way in
+//! TCP are lost. So the reader writes RESUME only once it has read SWITCH. Behind SWITCH nothing but RESUME comes in
+//! TCP, and a reader that has the mark has every byte of the link.
 
 use crate::stream::handshake::{Closing, Misplaced};
 

@@ -1,4 +1,4 @@
-//! Loom models of the protocols of `sync`, one for each protocol. A model has two sides, threads that must not miss
+//! Loom models of the protocols of `sync`, at least one for each. A model runs two or three threads that must not miss
 //! each other. A thread whose wake-up is lost sleeps for ever, which loom reports as a deadlock. A missing release or
 //! acquire shows as two accesses to a cell without an order, which loom reports too.
 
@@ -357,8 +357,8 @@ fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
     });
 }
 
-/// Tries to take the lock: first by a load, then by a compare-exchange. On a processor a compare-exchange that fails
-/// may have read an older value. In loom it always reads the newest value, but a load may read an older one.
+/// Tries to take the lock: first by a load, then by a compare-exchange. By the memory model a compare-exchange that
+/// fails may have read an older value. In loom it always reads the newest value, but a load may read an older one.
 fn try_lock(lock: &AtomicU32) -> bool {
     lock.load(Ordering::Relaxed) == 0
         && lock

@@ -159,9 +159,9 @@ fn what_is_left_to_the_holder_of_a_lock_is_seen_by_it_or_done() {
         || (Handoff::default(), AtomicU32::new(1)),
         |(handoff, lock)| {
             handoff.add(1);
-            // If this side finds the lock free, it would take the lock and do the work. A relaxed load stands for that
-            // compare-exchange. In Miri a compare-exchange always reads the newest value, so it would not show that the
-            // fence is missing.
+            // In real use this side now tries the lock by a compare-exchange, and does the work if it gets the lock.
+            // The test loads the lock's word instead. In Miri a compare-exchange always reads the newest value, so the
+            // test would pass even without the fence in `Handoff::is_empty`. A relaxed load may read an older value.
             handoff.is_empty() || lock.load(Ordering::Relaxed) == 0
         },
         |(handoff, lock)| {

@@ -70,8 +70,8 @@ kinds! {
         41 = TakeBack { yours: Vqpn, bytes: u32 };
         /// TAKE-BACK is carried out: that direction of stream `yours` is on TCP.
         42 = TakenBack { yours: Vqpn };
-        /// The sender will not use stream `yours` again. Once both ends have sent CLOSED, its own number for the stream
-        /// is free (P26).
+        /// The sender will not use stream `yours` again. An end's own number for a stream is free once that end has
+        /// both sent and received CLOSED (P26).
         39 = Closed { yours: Vqpn };
         /// "Wake your waiter `id`." Sent if the sender does not have the waiter's button, or cannot wake the waiter
         /// itself.

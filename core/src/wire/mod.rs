@@ -1,9 +1,10 @@
 //! The wire: the bytes that two instances send each other (docs/protocol.md has the rules).
 //!
-//! There are two kinds. A [`Message`] goes out of band, one in each datagram, on a service name, an instance name or a
-//! link's side channel. A [`Marker`] goes inside the TCP stream, where [`marker::scan`] finds it. All integers are
-//! little-endian. Decoding accepts any bytes: it checks every length and never panics. This module does no I/O, and
-//! other folders act on the messages.
+//! There are two kinds. A [`Message`] goes outside TCP: over the abstract Unix name of a listening port or of an
+//! instance (`rendezvous::names`), or over a link's side channel. A [`Marker`] goes inside the TCP stream, where
+//! [`marker::scan`] finds it. All integers are little-endian. Decoding may be given any bytes. It checks every length,
+//! returns an error for bytes that are wrong, and never panics. This module does no I/O, and other folders act on the
+//! messages.
 
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 

@@ -5,8 +5,8 @@ use rdmasock_core::fabric::plugin::serve;
 
 use crate::sys::{BATCH, DeviceLimits};
 
-/// The number of entries of the send queue that are left free. siw reports a completion a moment before it frees the
-/// entry. One of these entries is for a probe.
+/// The number of entries of the send queue that are left free. One of them is for a probe (`Queue::probe`). The others
+/// are a reserve, because the kernel's SoftiWARP driver (siw) reports a completion a moment before it frees the entry.
 const MARGIN: u32 = 16;
 
 /// The lengths of the queues.

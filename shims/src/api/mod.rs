@@ -246,7 +246,8 @@ fn set_preference(fd: c_int, way: c_int) -> Result<(), c_int> {
     };
     let entry = match call::connection(fd) {
         Some(socket) => Entry::Socket(socket),
-        // The socket gets its object now, which keeps the preference for its connection.
+        // A socket that is not connected yet gets its object here, so that the preference is recorded for the later
+        // connection. `on_epoll_add` makes that object, and returns the entry that any other fd has.
         None => lifecycle::on_epoll_add(fd),
     };
     match entry {
@@ -306,8 +307,8 @@ fn hurry(socket: &'static Socket) -> Result<(), c_int> {
 
 // `rdmasock_view` and `rdmasock_release`: receiving without a copy.
 
-/// Implements `rdmasock_view`: stores where the next received bytes lie in `pieces`, and the number of pieces in
-/// `*count`. Returns the number of those bytes, or -1 and sets errno.
+/// Implements `rdmasock_view`: writes the address and length of each piece of the next received bytes to the array
+/// `pieces`, and the number of pieces to `*count`. Returns the number of those bytes, or -1 and sets errno.
 pub unsafe extern "C" fn view(fd: c_int, pieces: *mut iovec, count: *mut c_int, flags: c_int) -> ssize_t {
     if !is_plausible(pieces) || !is_plausible(count) {
         return errno::fail(libc::EFAULT);

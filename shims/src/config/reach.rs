@@ -62,7 +62,8 @@ impl Reach {
     }
 
     /// Returns whether connections of this process may move to an RDMA device: `verbs` is allowed, and there may be a
-    /// device. Networks of RDMASOCK_DEV_PRETEND_RDMA count as a device. Does not check whether the plugin loads.
+    /// device. If RDMASOCK_DEV_PRETEND_RDMA names a network, the result is true in any case. Does not check whether the
+    /// plugin loads.
     pub(crate) fn verbs_ready(&self) -> bool {
         !self.pretend.is_empty() || self.wanted && crate::config::verbs::is_possible()
     }

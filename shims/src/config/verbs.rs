@@ -252,7 +252,7 @@ impl Drop for Acceptor {
 /// A connection that another instance has requested.
 pub struct Incoming {
     pair: Pair,
-    /// The private data of the other instance's request.
+    /// The bytes of the library in the other instance's connection request (rdma_cm calls them private data).
     pub private: [u8; PRIVATE_BYTES],
 }
 
@@ -279,8 +279,9 @@ impl Incoming {
 }
 
 /// Connects to `remote`, and blocks meanwhile. `timeout_ms` bounds the search for a route, and again the wait for the
-/// peer's answer, ms. Some devices take longer. `beside` is a pair to the same peer, with which the new pair shares
-/// registrations and the completion fd. It outlives the new pair.
+/// peer's answer, ms. On siw the call may take longer, because rdma_connect itself waits for a TCP connection. `beside`
+/// is a pair to the same peer, with which the new pair shares registrations and the completion fd. It outlives the new
+/// pair.
 pub fn connect(
     local: IpAddr,
     remote: SocketAddr,

@@ -87,10 +87,10 @@ impl Source for File {
                 iov_len,
             }
         });
-        // Reading a regular file does not block for long. Reading another file might block, and the direction's lock is
-        // held here.
-        // SAFETY: the first `n` bytes of the spans are the caller's by this function's contract. `offset` is null or
-        // valid by the contract of `sendfile`.
+        // The read is made under the direction's lock, so it must not block for long. For a file that is not regular (a
+        // pipe, say) and has no `offset`, `sendfile` has therefore asked for the way back to TCP. With an `offset`,
+        // preadv fails on a pipe, and the kernel's sendfile() decides. SAFETY: the first `n` bytes of the spans are the
+        // caller's by this function's contract. `offset` is null or valid by the contract of `sendfile`.
         let read = unsafe {
             let (number, at) = match self.offset.as_ref() {
                 None => (libc::SYS_readv, 0),

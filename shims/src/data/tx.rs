@@ -576,8 +576,9 @@ fn goes_on(call: &mut Call, flags: c_int) -> bool {
     let Some(_control) = socket.control.lock() else {
         return false;
     };
-    // If the peer has ended its direction, or the connection is over, kernel TCP also returns the number of bytes that
-    // it has taken. The program's next call then gets the error.
+    // False if the peer has ended its direction or the connection is over: the call then returns the number of bytes
+    // sent so far, as a blocking send on kernel TCP does. The program's next call gets the error. The program's next
+    // call then gets the error.
     let tcp = socket.tcp();
     !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
 }

@@ -26,7 +26,8 @@ use crate::signals::jump::within;
 use crate::startup::lifecycle;
 use crate::sys::{errno, real, vfork};
 
-/// The most times that a call is made again that finds no free number while descriptors of the library are being moved.
+/// How many times at most a call that fails with EMFILE is made again. It is made again only if the library was moving
+/// descriptors meanwhile, because one of them may have had the last free number.
 const TRIES: u32 = 100;
 
 /// The request of sockatmark(3). The libc crate has no constant for it, nor for the next one.

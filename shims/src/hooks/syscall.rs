@@ -139,8 +139,9 @@ fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> 
     }
 }
 
-/// Serves a call that changes the library's tables. In a process that the tables do not describe, which may run on its
-/// parent's memory, only makes the system call.
+/// Serves a call that changes the library's tables. They do not describe a child that has just been made by vfork, or
+/// by a system call that no hook has seen. Such a child may run on its parent's memory, so it only makes the system
+/// call.
 fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
     if vfork::is_stranger() { plain() } else { served() }
 }

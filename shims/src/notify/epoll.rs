@@ -139,8 +139,8 @@ pub(crate) struct Epoll {
     /// Counts the waits that are in the kernel's set alone (`wait_plain`). The gate closes when the first item is taken
     /// over; the set is active while it is closed.
     pub(crate) gate: Gate,
-    /// The threads that were inside the gate when the set became active count as one sleeper in the waiter's sleep
-    /// flag, until the last of them has left the gate.
+    /// The waiter's sleep flag counts one sleeper more, for the threads that were inside the gate when the set became
+    /// active. So peers ring until the last of these threads has left the gate.
     pub(crate) plain_sleeps: Published<AtomicBool>,
     /// The number of fds that stand for the set.
     fds: AtomicU32,
@@ -936,7 +936,8 @@ fn is_of_library(data: u64) -> bool {
     data >> (OWNER_BITS + TAG_BITS) == OURS
 }
 
-/// Returns the tag of the link with this slot.
+/// Returns the tag that stands for a link in the data of its completion descriptor. `slot` is the link's number in this
+/// process. Links whose slots differ by a multiple of [`LINK_TAGS`] share a tag.
 fn tag_of(slot: u32) -> u64 {
     u64::from(1 + slot % LINK_TAGS)
 }

@@ -104,7 +104,8 @@ pub(crate) fn around(call: impl FnOnce() -> isize) -> isize {
     pid
 }
 
-/// Marks as shared the sockets that `count_holders` has not counted: another thread has opened them before the fork.
+/// Marks as shared the sockets that `count_holders` has not counted: another thread opened them between the count and
+/// the fork.
 fn hold_uncounted() {
     table::for_each(0..=u32::MAX, |_, entry| {
         if let Entry::Socket(socket) = entry {

@@ -346,7 +346,8 @@ pub(crate) struct Sleeper {
 }
 
 impl Sleeper {
-    /// Adds the waiter to the socket's sleepers. It is rung when there is `data` to read, or `space` to write.
+    /// Adds the waiter to the socket's sleepers. It is woken when bytes can be read (if `data`), or when bytes can be
+    /// sent (if `space`).
     pub(crate) fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
         change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
         Self { socket, waiter }
@@ -465,7 +466,8 @@ fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<b
         0 => Err(libc::EAGAIN),
         n if n < 0 => {
             let error = errno::get();
-            // If the library has counted the handler, the caller decides about the restart (`Patience::interrupt`).
+            // If `thread.handlers()` has changed, the library itself has called the signal handler and knows the
+            // signal. Then the caller decides whether the call restarts (`Patience::interrupt`).
             let restart =
                 error == libc::EINTR && timeout.is_none() && thread.handlers() == handlers && are_calls_restarted(0);
             if restart { Ok(false) } else { Err(error) }

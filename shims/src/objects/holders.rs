@@ -71,7 +71,8 @@ pub(crate) fn begin_epoch() -> u32 {
 /// The epoch in which this process began; 0 if it is no fork child.
 static BIRTH: AtomicU32 = AtomicU32::new(0);
 
-/// Begins a new epoch in a fork child. All sockets that the child has at this moment come from its parent.
+/// Begins a new epoch in a fork child, and records it as the child's first (`BIRTH`). So a socket whose epoch
+/// (`Holders::born`) is below `BIRTH` came from the parent.
 pub(crate) fn begin_life() {
     BIRTH.store(begin_epoch(), Release);
 }

@@ -3,8 +3,8 @@
 //! bounds on what a peer can make this process spend, and what epoll sets check of a link to another host.
 //!
 //! Link objects are never freed. Once a link is down and has no stream, producer or [`Pin`] left, its object is reused
-//! for another link. Until then the object stays the same link. A call with a bare pointer may find another link in the
-//! object: at worst it wakes a waiter of this other link in vain.
+//! for another link. Code that keeps a reference without one of these three may find another link in the object. At
+//! worst it then wakes a waiter of that link in vain.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};

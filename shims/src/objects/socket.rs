@@ -35,17 +35,17 @@ use crate::sys::sockopt::{self, Keepalive};
 use crate::sys::tcp_info::Ledger;
 use crate::sys::time::now_ns;
 
-/// The sending direction's state in core's connection, with [`TxOwn`] of this process.
+/// Core's state of the sending direction. Its field `own` has this crate's part, [`TxOwn`].
 pub(crate) type Tx = connection::TxOf<Socket>;
-/// The receiving direction's state in core's connection, with [`RxOwn`] of this process.
+/// Core's state of the receiving direction. Its field `own` has this crate's part, [`RxOwn`].
 pub(crate) type Rx = connection::RxOf<Socket>;
-/// The state of core's connection for both directions, with [`ControlOwn`] of this process.
+/// Core's state of both directions. Its field `own` has this crate's part, [`ControlOwn`].
 pub(crate) type Control = connection::ControlOf<Socket>;
 
 /// The waiter of the peer that is woken once the kernel has ended this end's sending direction.
 pub(crate) type Farewell = connection::Farewell<&'static Link>;
 
-/// State of this process for the sending direction.
+/// This crate's part of the sending direction's state: the field `own` of [`Tx`], under the same lock.
 #[derive(Default)]
 pub struct TxOwn {
     /// The [tick](crate::sys::time::tick) of the last bytes put on the link.
@@ -66,7 +66,7 @@ pub struct TxOwn {
     pub direct: Sends,
 }
 
-/// State of this process for the receiving direction.
+/// This crate's part of the receiving direction's state: the field `own` of [`Rx`], under the same lock.
 #[derive(Default)]
 pub struct RxOwn {
     /// The reader's position, in bytes, when the ring was last checked for shrinking.
@@ -99,7 +99,7 @@ pub struct View {
     pub end: u64,
 }
 
-/// State of this process for both directions.
+/// This crate's part of the state of both directions: the field `own` of [`Control`], under the same lock.
 #[derive(Default)]
 pub struct ControlOwn {
     /// The fds of this process that stand for the socket.

@@ -54,8 +54,9 @@ const ROUNDS: usize = 4;
 /// messages. The order between peers on other hosts may change by this, but the network does not preserve that order
 /// either.
 const MANY: usize = 16;
-/// How long a thread stays away from the set after it has consumed a ring that was meant for another process, ns.
-/// Processes share a set after a fork.
+/// How long a thread sleeps, ns, after the kernel's set has woken it only for a bell, or another library fd, of another
+/// process (processes share a set after a fork). That process rings its bell again, and this thread must not take that
+/// event too. Processes share a set after a fork.
 const OUT_OF_THE_WAY: i64 = 1_000_000;
 
 /// The kernel's epoll_wait(fd, events, max, time-out), with the program's signal mask.
@@ -77,7 +78,8 @@ struct Wait<'a> {
     events: *mut libc::epoll_event,
     max: c_int,
     filled: c_int,
-    /// The value of `Epoll::moves`, which counts take-overs and their reversals, before the kernel's set was checked.
+    /// What `Epoll::moves` was before this call last checked the kernel's set. If it has changed since, a socket has
+    /// moved between the kernel's set and the list, and the result might list it twice.
     moves: u64,
     /// The number of this result, among the results of the set that list items; 0 while this one lists none.
     serial: u64,
@@ -392,8 +394,8 @@ impl Wait<'_> {
             time::sleep(OUT_OF_THE_WAY);
         }
         if !has_slept && self.filled == 0 && !stripped.named.is_none() {
-            // The last harvest has skipped the links whose completions the kernel's set reports. The kernel's set has
-            // now reported such links.
+            // The kernel's set has just reported completions of links to other hosts. In a set with more than `MANY`
+            // such links the last harvest has not polled these links, so there is one more harvest.
             self.harvest(true);
         }
         self.filled - before
@@ -444,8 +446,9 @@ impl Wait<'_> {
         mask != 0
     }
 
-    /// Appends the ready items of the list to the result. `after_rest`: the last check of the kernel's set was a while
-    /// ago. So the kernel is also asked, for each ready item, whether the socket still has an open fd.
+    /// Appends the ready items of the list to the result. If `after_rest`, first finds out for each ready item whether
+    /// an fd still stands for its socket (`Numbers::is_alive`, which asks the kernel once a tick at most). A socket
+    /// that was closed without a hook is then not reported, as the kernel's set would not report it.
     fn harvest(&mut self, after_rest: bool) {
         let (epoll, before) = (self.set, self.filled);
         if epoll.served.load(Acquire) {
@@ -869,9 +872,10 @@ impl Epoll {
         }
     }
 
-    /// Arms the completion descriptors of the set's links again, if other threads may sleep on them. The event of a
-    /// descriptor wakes one thread, and uses the arming up. This thread may have consumed such an event without
-    /// learning which link it belongs to.
+    /// Arms the completion descriptors of the set's links again, if other threads may sleep on them. Once armed, the
+    /// descriptor of a link to another host becomes readable at the link's next completion. That wakes one thread, and
+    /// the descriptor has to be armed again. This thread may have consumed such an event without learning which link it
+    /// belongs to.
     fn arm_for_others(&'static self) {
         if let Some(set) = self.set.lock() {
             set.links.far.iter().for_each(|far| far.remote.arm_for_others());

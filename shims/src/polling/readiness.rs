@@ -216,9 +216,10 @@ fn writable(socket: &'static Socket, arm: Arm) -> u32 {
 /// passed on.
 static TURN: Lock<()> = Lock::new(());
 
-/// Passes on the wake-ups that the link's peer has queued for the service thread: notifies the sets and threads that
-/// wait for those sockets. If peers notify the service thread for a set (`Epoll::served`), a thread calls this before
-/// it checks the set. Otherwise the thread could miss data that has come, because the set was not notified yet.
+/// Takes the entries that the link's peer has put into the service thread's ready queue. Each names a socket. Notifies
+/// the sets and threads that wait for that socket. If peers notify the service thread for a set (`Epoll::served`), a
+/// thread calls this before it checks the set. Otherwise the thread could miss data that has come, because the set was
+/// not notified yet.
 pub(crate) fn tell(link: &'static Link) {
     // In a signal handler that has interrupted its own thread in this function, the lock cannot be taken. The
     // interrupted call passes the wake-ups on afterwards.

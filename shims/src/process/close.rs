@@ -172,8 +172,8 @@ enum Inside {
 }
 
 /// Finds out where the calls are that began before the close and have not returned. First publishes `what`, a value of
-/// [`closed`], so that each of these calls sees it when it returns. If there is no such call, publishes that an fd is
-/// open again: the caller carries the close out at once.
+/// [`closed`], so that each of these calls sees it when it returns. If there is no such call, sets the word back to
+/// `closed::OPEN`, its value in an object that is not in use: the caller ends the connection at once.
 fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
     let sleeps = socket.wakes.interest.lock().map(|i| !i.sleepers.is_empty());
     let (Some(sleeps), Some(rx), Some(tx)) = (sleeps, socket.rx.lock(), socket.tx.lock()) else {
@@ -419,7 +419,8 @@ pub(crate) fn resets_at_exit(socket: &'static Socket) -> bool {
 /// Returns whether it has unread data, which the peer has put in before. In that case the kernel's reset wakes the
 /// peer's program. It is not woken earlier, because it would find the connection still open.
 fn refuses_what_came(socket: &'static Socket) -> bool {
-    // If the direction is back on TCP, another process may hold the socket, which it has received by SCM_RIGHTS.
+    // If the direction is back on TCP, the ring is not marked: another process, which has received the socket by
+    // SCM_RIGHTS, may still read the connection.
     if socket.rx_mode.load(Acquire) == Mode::Tcp {
         return false;
     }

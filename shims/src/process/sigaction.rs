@@ -136,8 +136,8 @@ pub unsafe extern "C" fn signal(real: real::signal, signal: c_int, handler: sigh
     known_as(before, kept)
 }
 
-/// Carries out `sigset(3)`, and `signal(2)` with the semantics of System V. The handler is installed unchanged. The
-/// earlier handler, which this returns, may have been called by `machine::enter`.
+/// Carries out `sigset(3)`, and `signal(2)` with the semantics of System V. The handler is installed unchanged. If
+/// `machine::enter` was installed before, returns the program's handler that it called, and not its own address.
 ///
 /// # Safety
 /// The same as for libc's function.

@@ -563,7 +563,8 @@ impl Worker {
         }
     }
 
-    /// Handles a message about the link's bulk queue pair. Returns false if the message does not belong there.
+    /// Handles a message about the link's bulk queue pair. Returns false if the message breaks the protocol or is
+    /// another one; the caller then takes the link down.
     pub(super) fn on_bulk_message(&mut self, link: &'static Link, message: &Message) -> bool {
         let Some(remote) = link.remote().filter(|remote| remote.is_direct()) else {
             return false;

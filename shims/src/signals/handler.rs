@@ -100,7 +100,8 @@ pub(crate) fn on_duty<R>(hand_over: HandOver<'_>, sleep: impl FnOnce() -> R) -> 
 
 /// Restores the thread's earlier `hand_over` when it is dropped, also if the thread is cancelled.
 struct Duty {
-    /// The `hand_over` of the outer call of `on_duty`, which a signal handler has interrupted; null if there is none.
+    /// The `hand_over` of the outer call of `on_duty`, which a signal handler has interrupted; null if there is none,
+    /// or if it has been called already.
     before: *const (),
 }
 

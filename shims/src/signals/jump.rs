@@ -358,8 +358,8 @@ mod machine {
             restorers: restorers(),
             frame: 0,
         };
-        // SAFETY: the unwinder only walks the stack, without locks (glibc finds the tables by `_dl_find_object`), and
-        // calls `look` with `search`.
+        // SAFETY: the unwinder only walks the stack, from glibc 2.35 on without locks (it finds the tables by
+        // `_dl_find_object`), and calls `look` with `search`.
         unsafe { _Unwind_Backtrace(look, (&raw mut search).cast()) };
         let frame = search.frame;
         // `struct rt_sigframe` begins with the address that the handler returns to (arch/x86/include/asm/sigframe.h).
@@ -531,7 +531,8 @@ mod machine {
             let outermost = stack_pointer();
             let far_out = outermost + 64;
             section();
-            // Does what a handler's jump in the middle of a section does. The section's end has not made the jump yet.
+            // Makes the state in which a thread ends a section after a handler has jumped to `far_out` within it: the
+            // jump is stored, and not made yet.
             let environment = leading_to(far_out);
             wait(thread, Jump { environment, value: 1 });
             // A jump within the handler: the waiting jump stays.

@@ -67,8 +67,9 @@ pub(crate) fn on_listen(fd: c_int) {
 /// Handles an accept() on the listener's socket that returned `fd`.
 pub(crate) fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
-        // The connection keeps the listener object: the peer asks about it by the listener's name, also after the
-        // program has closed the listening socket.
+        // The accepted connection keeps the listener object in use, because with its last use the process gives up the
+        // listener's service name. By that name the peer asks for the connection, also after the program has closed the
+        // listening socket.
         let kept = listener.retain().then_some(listener);
         socket.promotion.set_acceptor(kept);
         if listener.keeps_on_tcp.load(Relaxed) {

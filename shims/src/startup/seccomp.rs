@@ -298,7 +298,8 @@ fn run(filter: &[sock_filter], call: &Call) -> Option<u32> {
         let step = filter.get(at)?;
         at += 1;
         let k = step.k;
-        // The lowest three bits of the code are the instruction's class (linux/bpf_common.h).
+        // Each code is a sum of BPF_* constants (linux/bpf_common.h): 0x20 is BPF_LD + BPF_W + BPF_ABS. The lowest
+        // three bits are the class: 4 is BPF_ALU, 5 is BPF_JMP.
         match step.code {
             0x20 => a = load(call, k)?,
             0x80 => a = LENGTH,

@@ -44,7 +44,8 @@ macro_rules! hooked {
         send(fd: c_int, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t: send, __send;
         sendto(fd: c_int, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr,
             address_len: socklen_t) -> ssize_t: sendto | waits_on SYS_sendto;
-        // The number is served on any socket, because the message may pass on the fd of a connection.
+        // `waits`, not `waits_on`: the system call is served also if the table has no entry for `fd`, because a message
+        // on an AF_UNIX socket may pass the fd of a connection to another process.
         sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t: sendmsg | waits SYS_sendmsg;
         sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int:
             sendmmsg | waits SYS_sendmmsg;

@@ -290,7 +290,8 @@ impl Source {
         }
     }
 
-    /// Returns whether the peer's device reads the memory.
+    /// Returns whether this memory of the local program is offered to the peer's device, which reads it. If false, this
+    /// end's device writes the memory into a buffer of the peer's program.
     pub(super) fn is_offered(&self) -> bool {
         self.key.is_none()
     }

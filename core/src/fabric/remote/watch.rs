@@ -14,8 +14,10 @@
 //!         all is proven            answered
 //! ```
 //!
-//! While no work request is posted the watch is off, and no thread ticks. *Done* is a number that grows with every
-//! post, and every attempt at one.
+//! While no work request is posted the watch is off, and no thread ticks. *Done* (`Sender::done`) grows with every
+//! post, every attempt that found the send queue full, and every call of `End::doubt`. An answered probe proves the
+//! value that *done* had when the probe was posted. If *done* still has the proven value at a tick, all is proven, and
+//! the watch goes off.
 
 #![forbid(unsafe_code)]
 

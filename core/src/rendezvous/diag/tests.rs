@@ -185,7 +185,8 @@ fn set_uid(uid: u32) {
     assert_eq!(results, [0, 0]);
 }
 
-/// Two equal or loopback addresses are on this host. An address reserved for documentation is not.
+/// `is_here` returns true if both ends have the same IP address, or if the remote one is a loopback address. It returns
+/// false for an address of another host, also if a listener on 0.0.0.0 here has the same port.
 #[test]
 fn an_end_is_here_if_this_host_has_its_socket() {
     let elsewhere = [at("192.0.2.1", 80), at("2001:db8::1", 80)];

@@ -148,7 +148,8 @@ fn fill(bulk: &Link, write: &qp::Write) {
             other => panic!("{other:?}"),
         }
     }
-    // All WRITEs complete before the probe.
+    // `Room` is reported once for a time in which the queue was full, when a WRITE has completed. All WRITEs complete
+    // before the probe, so `Room` has come before `Probed`.
     assert_eq!(rooms, 1, "after {posted}");
 }
 
@@ -305,7 +306,8 @@ fn see_ends(next: &dyn Fn() -> Link) {
     for _ in 0..REMAKES {
         let bulk = next();
         bulk.send(b"one");
-        // These messages may come too late for the peer.
+        // The peer ends the connection when it has one message (`end_under_another_thread`). So these messages may not
+        // arrive, and may fail to be posted.
         for _ in 0..4 {
             bulk.send_parts(&[b"\x01more"]);
         }

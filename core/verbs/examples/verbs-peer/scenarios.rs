@@ -362,7 +362,8 @@ fn fill_queue(link: &Link) {
                 other => panic!("{other:?}"),
             }
         }
-        // All WRITEs complete before the probe.
+        // `Room` is reported once for a time in which the queue was full, when a WRITE has completed. All WRITEs
+        // complete before the probe, so `Room` has come before `Probed`.
         assert_eq!(rooms, 1, "round {round} after {posted}");
         assert!(posted > 16, "only {posted} posted");
     }

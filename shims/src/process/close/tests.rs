@@ -32,7 +32,9 @@ fn is_open_to(theirs: &mut TcpStream) -> bool {
     }
 }
 
-/// Ends orphaned connections until `is_over` returns true. Another test may end this test's orphans, too.
+/// Calls `end_orphans`, which carries out the closes that signal handlers have left to the service thread, until
+/// `is_over` returns true. One call is not enough: a test that runs at the same time may have taken this test's
+/// connection, and not have ended it yet.
 fn end_orphans_until(is_over: impl Fn() -> bool) {
     while !is_over() {
         end_orphans();

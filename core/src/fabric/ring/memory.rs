@@ -47,8 +47,9 @@ pub enum NoRing {
 impl DataArea {
     /// Returns the data area of the `len` bytes from `base` on.
     ///
-    /// The caller promises that the bytes stay mapped, readable and writable, for as long as this value or a cursor
-    /// made from it is used. They lie outside every Rust allocation that is accessed through references.
+    /// # Safety
+    /// The bytes stay mapped, readable and writable, for as long as this value or a cursor made from it is used. They
+    /// lie outside every Rust allocation that is accessed through references.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
         let len = if base.is_null() { 0 } else { len };
         let base = NonNull::new(base).unwrap_or(NonNull::dangling());

@@ -28,9 +28,9 @@ pub(crate) fn libraries(path: &Path) -> Result<Linked> {
     check(path, INTERPRETERS_MAX).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// How many interpreters in a row are followed that are scripts themselves. The kernel follows the same number, then
-/// fails with ELOOP.
-const INTERPRETERS_MAX: u32 = 4;
+/// A script's interpreter may be a script too. At most this many interpreters, one after the other, are examined. The
+/// kernel follows the same number, then fails with ELOOP.
+const INTERPRETERS_MAX: u32 = 5;
 
 fn check(path: &Path, interpreters: u32) -> Result<Linked> {
     let mut file = match File::open(path) {

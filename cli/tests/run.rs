@@ -281,6 +281,16 @@ fn a_script_is_as_good_as_its_interpreter() {
     let text = refusal(script.as_bytes(), 0o755);
     assert!(text.contains("statically linked"), "{text}");
 
+    // The kernel executes a chain of five scripts.
+    let mut interpreter = inner;
+    for name in ["fourth", "third", "second", "first"] {
+        let next = folder.join(name);
+        fs::write(&next, format!("#!{}\n", interpreter.display())).unwrap();
+        interpreter = next;
+    }
+    let text = refusal(format!("#!{}\n", interpreter.display()).as_bytes(), 0o755);
+    assert!(text.contains("statically linked"), "{text}");
+
     let looping = folder.join("loop");
     fs::write(&looping, format!("#!{}\n", looping.display())).unwrap();
     fs::set_permissions(&looping, fs::Permissions::from_mode(0o755)).unwrap();

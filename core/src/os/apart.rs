@@ -1,20 +1,20 @@
-//! Receives and closes descriptors that another user's process has sent. A short-lived thread does this, which has a
+//! Receives and closes descriptors that another user's process has sent. A short-lived thread does this. It has a
 //! descriptor table of its own, for two reasons:
 //!
 //! - close() of a descriptor drops the fcntl(2) locks that the closing table has on the file. The thread's table has no
 //!   locks.
 //! - The last close of a file can take as long as its sender arranges (a socket with SO_LINGER, a file of FUSE). The
-//!   same holds if the receiving process has no free number for the file, or if it closes a socket in which the file is
-//!   unread.
+//!   kernel also makes this last close if the receiving process has no free number for the file, or closes a socket in
+//!   whose queue the file is unread.
 //!
-//! The thread closes nothing itself: the kernel closes its table when the thread ends, and an exiting thread does not
-//! linger.
+//! The thread closes nothing itself: the kernel closes its table when the thread ends, and ignores SO_LINGER in a
+//! thread that exits.
 //!
-//! SCM_RIGHTS carries a file from one table into another. The thread's table is empty at first, so the thread connects
-//! to an abstract name that the service thread has made for it. (pidfd_getfd(2) would do as well, but many seccomp
-//! filters refuse it.)
+//! The thread's table is empty at first. The thread connects to an abstract name that the service thread has bound, and
+//! the service thread sends descriptors over this connection: SCM_RIGHTS carries a file from one table into another.
+//! (pidfd_getfd(2) would do as well, but many seccomp filters refuse it.)
 //!
-//! Only the service thread calls this module. It has all signals blocked.
+//! Only the service thread, which has all signals blocked, calls this module.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
@@ -35,7 +35,7 @@ use crate::os::privatefd::PrivateFd;
 use crate::os::thread::spawn;
 use crate::os::{channel, kernel, memfd};
 
-/// The most threads at a time. A thread that does not end is blocked in the close of a file from its table.
+/// The most threads of this module at a time. If one of them does not end, the close of a file in its table blocks.
 const MOST: usize = 8;
 /// The most descriptors that the kernel sends with one message.
 const SCM_MAX_FD: usize = 253;
@@ -43,34 +43,37 @@ const SCM_MAX_FD: usize = 253;
 const MOST_BYTES: usize = 2048;
 /// The size of a thread's stack in bytes. libc keeps the program's thread-local variables there too.
 const STACK: usize = 256 * 1024;
-/// The time to wait for a new thread to connect.
+/// The longest wait for each connection to the socket of `start`, by the new thread or by another process.
 const PATIENCE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The most connections of other processes that are dropped while `start` waits for the new thread's connection.
 const STRANGERS: usize = 16;
 
-/// The requests to a thread: what it is to do with the descriptors of a message.
+/// The two requests to a thread. With `RECEIVE` comes a channel, whose next message the thread passes on. With `CLOSE`
+/// comes a socket, which is closed when the thread ends.
 const RECEIVE: &[u8] = b"receive";
 const CLOSE: &[u8] = b"close";
 
-/// The kernel's ids of the threads; 0 for a place without a thread.
+/// For each place the kernel's id of its last thread, which may have ended (`is_free`); 0 if there is no such id.
 static PLACES: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
 /// Stands for the id of a thread that was started and has not stored its id yet.
 const BEGINS: u32 = u32::MAX;
 
-/// Receives one message of the channel `from` in a separate thread. The message's descriptors must be sealed memory or
-/// [buttons](Button).
+/// Receives the next message of the channel `from` in a separate thread, which checks that the message's descriptors
+/// are sealed memory or [buttons](Button).
 ///
-/// Returns a channel on which the message arrives. If a check fails, that channel is closed without a message.
+/// Returns a channel on which the message arrives. If the thread finds another kind of descriptor, or gets no whole
+/// message, it closes that channel without a message.
 ///
-/// Fails with the kernel's errno if no such thread can be started (EAGAIN, EMFILE, EPERM).
+/// Fails with the kernel's errno if no thread can be started (EAGAIN, EMFILE, EPERM), and with ETIMEDOUT if the thread
+/// does not connect.
 pub fn receive(from: BorrowedFd<'_>) -> Result<Channel, Errno> {
     let thread = start()?;
     thread.send(RECEIVE, &[from])?;
     Ok(thread)
 }
 
-/// Closes the sockets whose close was left to this module ([`PrivateFd::leave`]). Returns `false` if at least one of
-/// them could not be closed at this moment.
+/// Closes the sockets whose close was left to this module ([`PrivateFd::leave`]). Returns `false` if no thread could be
+/// started, or if at least one socket could not be sent to it.
 pub fn close_left() -> bool {
     let Ok(thread) = start() else { return false };
     PrivateFd::close_left(|socket| thread.send(CLOSE, &[socket]).is_ok())
@@ -88,7 +91,8 @@ fn is_free(place: &AtomicU32) -> bool {
     }
 }
 
-/// Starts a thread, and returns a channel to it. Connections of other processes are dropped.
+/// Starts a thread, and returns a channel to it. If other processes connect to the thread's name, closes their
+/// connections.
 fn start() -> Result<Channel, Errno> {
     let place = PLACES.iter().find(|place| is_free(place)).ok_or(Errno::AGAIN)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -115,8 +119,9 @@ fn start() -> Result<Channel, Errno> {
     Err(Errno::TIMEDOUT)
 }
 
-/// The body of the thread. After its first system call, its descriptor numbers have another meaning than in the rest of
-/// the process. So it uses only descriptors that it opened itself, makes only raw system calls, and logs nothing.
+/// The body of the thread. Once the thread has a table of its own, a descriptor number means another file to it than to
+/// the rest of the process. So it uses only descriptors that it opened itself, makes only raw system calls, and logs
+/// nothing.
 fn run(place: &AtomicU32, name: &SocketAddrUnix) {
     let id = rustix::thread::gettid().as_raw_nonzero().get();
     let all = u32::MAX as usize;
@@ -159,13 +164,14 @@ fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'static>) -> Result<(), Errno> {
     sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(|_| ())
 }
 
-/// Returns whether a peer may send this descriptor. No call here involves a file system. After that no message can be
-/// sent to a button any more.
+/// Returns whether a peer may send this descriptor: sealed memory, or a button in whose queue no descriptors are found.
+/// Shuts a button down for reading, so that no message can be sent to it any more. None of the calls involves a file
+/// system.
 fn is_expected(fd: BorrowedFd<'_>) -> bool {
     memfd::is_sealed(fd) || Button::is_one(fd) && channel::end_reading(fd, Shutdown::Read)
 }
 
-/// Receives a whole message with all its descriptors. Fails if a part of it is missing.
+/// Receives a message with its descriptors. Fails with EMSGSIZE if bytes or descriptors of the message are missing.
 fn take<'b>(
     from: BorrowedFd<'_>,
     buf: &'b mut [u8],
@@ -182,7 +188,7 @@ fn take<'b>(
     Ok((buf.get(..received.bytes).ok_or(Errno::MSGSIZE)?, fds))
 }
 
-/// Gives up the ownership: the descriptor stays open until the thread ends, and its table with it.
+/// Gives up the ownership: the descriptor stays open until the thread, and with it its table, ends.
 fn forever(fd: OwnedFd) -> BorrowedFd<'static> {
     // SAFETY: `into_raw_fd` has taken the descriptor out of its owner, and this thread closes no descriptor.
     unsafe { BorrowedFd::borrow_raw(fd.into_raw_fd()) }
@@ -244,7 +250,7 @@ mod tests {
             )
             .unwrap();
             // `used` has an unread message without descriptors. `is_expected` drops such a message and accepts the
-            // socket. Below, the message has a descriptor, and the socket is refused.
+            // socket. The next socket's message has a descriptor, so that socket is refused.
             assert_eq!(passed(used.as_fd()), Some(1));
             let (used, other) = sockets();
             let other = Channel::new(PrivateFd::place(other).unwrap());
@@ -279,7 +285,7 @@ mod tests {
                 assert_eq!(privatefd::is_any_left(), is_apart);
                 assert_eq!(a.send(b"x", &[]), Err(Errno::PIPE));
                 assert!(close_left() && !privatefd::is_any_left());
-                // The pipe's reader is at its end once the thread has ended.
+                // The read returns 0 once the last copy of `writer` is closed, at the latest when the thread ends.
                 assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
             }
         });

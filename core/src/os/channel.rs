@@ -64,7 +64,7 @@ pub struct Received<'b> {
 pub struct Next<'b> {
     /// The bytes of the message.
     pub bytes: &'b [u8],
-    /// Whether the message has fds. In that case it is still in the channel.
+    /// Whether the message has fds. If it has, the message is still in the channel.
     pub has_fds: bool,
 }
 
@@ -106,7 +106,8 @@ impl Channel {
         sendmsg(self.as_fd(), &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
     }
 
-    /// Receives one message into `buf`. A message with fds stays in the channel, and only its bytes are read.
+    /// Receives one message into `buf`. If the message has fds, reads only its bytes, and leaves the message in the
+    /// channel.
     ///
     /// Never blocks. To receive the fds could block: the kernel closes fds for which there is no room, and such a close
     /// takes as long as the sender has arranged (SO_LINGER).
@@ -222,7 +223,7 @@ pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
             Ok(shown) if shown.flags & libc::MSG_CTRUNC != 0 => return false,
             Ok(shown) if shown.control == 0 => return true,
             Ok(_) => skip(socket),
-            // A pending error of the socket, which the kernel reports once.
+            // The kernel reports a pending error of the socket once, so the next peek does not fail with it.
             Err(Errno::CONNRESET) => {}
             Err(errno) => return errno == Errno::AGAIN,
         }
@@ -230,7 +231,7 @@ pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
     false
 }
 
-/// The number of words that hold the control message with a sender's credentials, and nothing more.
+/// The size of a control message with a sender's credentials (SCM_CREDENTIALS), in words of 8 bytes.
 const CREDENTIALS: usize = 4;
 
 struct Shown {

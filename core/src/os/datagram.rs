@@ -1,5 +1,6 @@
-//! The UDP sockets of the control port. [`Answerer`] answers on all addresses of the host, and returns the address to
-//! which a datagram was sent. [`Asker`] sends to a single host. Neither ever blocks.
+//! The UDP sockets of the control port, by which instances on two hosts ask and answer. [`Answerer`] has a port on all
+//! addresses of the host, and reports for each datagram to which of them it was sent. [`Asker`] sends to a single host.
+//! Neither ever blocks.
 //!
 //! `rendezvous::control` defines the datagrams. All calls are raw system calls.
 
@@ -51,10 +52,11 @@ struct Control {
 const STORAGE: u32 = size_of::<SocketAddrStorage>() as u32;
 
 impl Answerer {
-    /// Binds to `port`. Several processes of one user may bind it: the kernel passes each datagram to one of them.
+    /// Binds to `port`. Several processes of one user may bind the same port: the kernel passes each datagram to one of
+    /// them.
     ///
-    /// Fails with EADDRINUSE if another user, or a socket that does not share its port, has bound it. SO_REUSEADDR is
-    /// not used, since between UDP sockets with that option other users could share the port too.
+    /// Fails with EADDRINUSE if another user, or a socket that does not share its port (SO_REUSEPORT), has bound the
+    /// port. SO_REUSEADDR is not used, since between UDP sockets with that option other users could share the port too.
     pub fn bind(port: u16) -> Result<Self, Errno> {
         match Self::bind_to(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))) {
             Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => {
@@ -85,8 +87,8 @@ impl Answerer {
         Ok(SocketAddr::try_from(address)?.port())
     }
 
-    /// Receives the next datagram; `None` if the queue is empty. If an earlier answer has caused an error (ICMP),
-    /// returns that error as the kernel's errno. The next call goes on with the queue.
+    /// Receives the next datagram; `None` if the queue is empty. Fails with the kernel's errno if an earlier answer has
+    /// caused an error (ICMP). The next call goes on with the queue.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<Arrival>, Errno> {
         let mut name = MaybeUninit::<SocketAddrStorage>::zeroed();
         let mut control = Control::default();
@@ -135,12 +137,12 @@ impl Answerer {
         unsafe { self.call(libc::SYS_sendmsg, at, piece, &mut control, libc::MSG_NOSIGNAL) }.map(drop)
     }
 
-    /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT, for a datagram of one piece with an address and a control
-    /// message.
+    /// Calls sendmsg(2) or recvmsg(2) with MSG_DONTWAIT, for a datagram whose bytes lie in one piece of memory, with an
+    /// address and a control message.
     ///
     /// # Safety
-    /// `address` and `piece`, which have these sizes in bytes, are valid during the whole call; for writes, if the call
-    /// receives.
+    /// `address` and `piece`, each a pointer and a size in bytes, are valid for reads during the whole call. If the
+    /// call receives, they are valid for writes too.
     unsafe fn call(
         &self,
         number: libc::c_long,
@@ -194,8 +196,9 @@ impl Asker {
         send(&self.fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL).map(drop)
     }
 
-    /// Receives the next datagram and returns its length in bytes. If the datagram was cut short, that is greater than
-    /// the buffer's. `None` if the queue is empty. Fails with ECONNREFUSED if no socket listens at the remote port.
+    /// Receives the next datagram and returns its length in bytes. A length greater than the buffer's means that the
+    /// datagram was cut short. `None` if the queue is empty. Fails with ECONNREFUSED if no socket listens at the remote
+    /// port.
     pub fn recv(&self, buf: &mut [u8]) -> Result<Option<usize>, Errno> {
         match recv(&self.fd, buf, RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
             Ok((_, length)) => Ok(Some(length)),
@@ -222,7 +225,7 @@ fn socket(is_v6: bool) -> Result<PrivateFd, Errno> {
 }
 
 impl Control {
-    /// Sets the message to the parts of an `in6_pktinfo` or `in_pktinfo`.
+    /// Fills the message in. `parts` are the fields of an `in6_pktinfo` or `in_pktinfo`, in their order.
     fn set(&mut self, level: libc::c_int, kind: libc::c_int, parts: &[&[u8]]) {
         let mut length = 0;
         for (to, from) in self.info.iter_mut().zip(parts.iter().copied().flatten()) {

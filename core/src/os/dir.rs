@@ -42,8 +42,8 @@ pub(crate) fn open(path: impl AsRef<Path>) -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| rustix::fs::open(path.as_ref(), flags, Mode::empty()))
 }
 
-/// Returns the content of the file at `path`, and whether that is all of it: the function stops reading once it has
-/// `enough` bytes. Fails with ENOMEM if there is no memory for the content.
+/// Returns the content of the file at `path`, and whether the end of the file was reached: the function stops reading
+/// once it has `enough` bytes. Fails with ENOMEM if there is no memory for the content.
 pub fn bytes(path: impl AsRef<Path>, enough: usize) -> Result<(Vec<u8>, bool), Errno> {
     read(&open(path)?, enough)
 }

@@ -2,19 +2,20 @@
 //! to them. Threads that sleep in one call have futexes instead (`fabric::waiter`).
 //!
 //! A doorbell is a pair of connected AF_UNIX SEQPACKET sockets over which no byte is ever sent. To press the button is
-//! `shutdown(SHUT_WR)`. The first press makes the other end readable for good (end of file). Each further press wakes
-//! the threads that poll that end again: the kernel calls the peer's `sk_state_change` whether its state changes or
-//! not. So an edge-triggered registration reports each press. An eventfd, a pipe or a byte through a socket is worse:
+//! `shutdown(SHUT_WR)`. The first press makes the other end, the doorbell, readable for good (end of file). Each
+//! further press wakes the threads that poll the doorbell again: the kernel calls the `sk_state_change` of that socket
+//! whether its state changes or not. So an edge-triggered registration reports each press. A shutdown has advantages
+//! over an eventfd, a pipe, or a byte through a socket:
 //!
-//! - Nothing is stored, so nothing fills up: a press never waits, never fails for want of room, and nothing has to be
-//!   drained. The state of a socket that has been shut down cannot be undone.
-//! - The call ignores the flags of the open file, which the peer shares and could change (O_NONBLOCK). It raises no
+//! - A press stores nothing, so nothing fills up: a press never waits, never fails for want of room, and nothing has to
+//!   be drained. No process can undo a shutdown.
+//! - shutdown() ignores the flags of the open file, which the peer shares and could change (O_NONBLOCK). It raises no
 //!   signal, and holds no lock of an object that the peer owns.
 //! - A press costs what a write to an eventfd costs. A byte through a socket costs half as much again for each wake-up.
 //!
 //! The end that is polled never leaves the process that made it. That process sends the other end to the peer, and the
-//! peer only checks that it is a connected socket of this kind. The sender may do anything to that socket. Even then a
-//! shutdown by the peer has no effect that the sender could not cause itself.
+//! peer only checks that the received fd is a connected socket of this kind. Whichever socket of this kind the sender
+//! has sent, a shutdown by the peer has no effect that the sender could not cause itself.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -59,9 +60,9 @@ impl Button {
     }
 }
 
-/// Presses a button that is stored as an fd number; otherwise as [`Button::press`].
+/// Does what [`Button::press`] does, for a button of which the caller has only the fd.
 pub fn press(button: BorrowedFd<'_>) {
-    // If the doorbell is closed, no thread waits for it.
+    // An error is ignored: if the doorbell is closed, no thread waits for it.
     let _ = rustix::net::shutdown(button, Shutdown::Write);
 }
 
@@ -71,8 +72,8 @@ impl AsFd for Button {
     }
 }
 
-/// Returns whether this kernel reports each press. All kernels since 2.6 do, but no interface promises it. Opens a few
-/// descriptors for a moment, and fails with the kernel's errno if it gets none.
+/// Returns whether this kernel reports each press to an edge-triggered registration. All kernels since 2.6 do, but no
+/// interface promises it. Opens a few descriptors for a moment, and fails with the kernel's errno if it gets none.
 pub fn is_reliable() -> Result<bool, Errno> {
     let (bell, button) = pair()?;
     let set = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))?;

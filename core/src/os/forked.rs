@@ -1,7 +1,7 @@
 //! For tests: runs a piece of a test in a forked child.
 //!
-//! Limits and uids that the child changes are its own. It has no other threads, so no fork of another test keeps its
-//! fds open.
+//! If the child changes its limits or uids, other tests are not affected. Threads of other tests do not exist in the
+//! child, so none of them can fork there and keep the child's fds open.
 
 /// The number of seconds after which a child is ended. A child whose test panics can hang: the panic message takes a
 /// lock that another test's thread may have held at the fork.
@@ -18,7 +18,8 @@ fn in_child_within(seconds: u32, f: impl FnOnce()) {
     match unsafe { libc::fork() } {
         -1 => panic!("fork failed"),
         0 => {
-            // SAFETY: no test handles SIGALRM, which ends the child.
+            // SAFETY: the call only sets a timer. When the timer expires, SIGALRM ends the child, unless the test
+            // handles it.
             unsafe { libc::alarm(seconds) };
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
             // SAFETY: ends the child at once, without the parent's exit handlers.

@@ -1,26 +1,26 @@
 //! The library's own memory: an allocator that never enters the program's `malloc`.
 //!
 //! Hooks run at any instruction of the program: in a signal handler that has interrupted `malloc` or this allocator, in
-//! a child that another thread has forked in the middle of either, and inside a `malloc` that the program brings along.
-//! So this allocator has no locks, and no operation leaves a half-done state:
+//! a child that was forked while another thread was in the middle of either, and inside a `malloc` that the program
+//! brings along. So this allocator has no locks, and no operation leaves a half-done state:
 //!
 //! - A small request is rounded up to one of `SIZES` sizes. The free blocks of a size form a stack, and one
-//!   compare-and-swap of 16 bytes pushes or pops a block. The 16 bytes are the top and a count of all changes. A thread
-//!   may be interrupted between its load and its swap. If the stack changes in between, the swap finds another count
-//!   and fails, even if the same block is on top again (Treiber, "Systems programming: coping with parallelism", 1986;
-//!   the count is IBM's).
+//!   compare-and-swap of 16 bytes pushes or pops a block. The 16 bytes are the address of the top block and a count of
+//!   the stack's changes. A thread may be interrupted between its load and its swap. If the stack changes in between,
+//!   the swap finds another count and fails, even if the same block is on top again (Treiber, "Systems programming:
+//!   coping with parallelism", 1986; the count is IBM's).
 //! - If no block of the size is free, one such swap cuts a new block from a piece of memory that is mapped for small
 //!   requests.
-//! - A large request is a mapping of its own, which is unmapped when it is freed.
+//! - A large request gets a mapping of its own, which is unmapped when the block is freed.
 //! - If the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory comes
 //!   from a reserve of 1 MiB.
 //!
-//! The reserve lets every allocation succeed that is made between two checks of it. Code that begins something which
-//! needs memory for longer than a call (a socket's object, a promotion, a link, a channel) calls [`can_serve`] first.
-//! If that returns `false`, the connection stays on TCP. So the reserve has to cover only the operations in progress
-//! when the kernel refuses for the first time. These are some KiB for each thread of the program, and one link at most,
-//! since one thread makes the links. Buffers that can be longer than 512 KiB are allocated by `try_reserve`. If that
-//! fails, the call that needs the buffer fails.
+//! The reserve lets the allocations between two calls of [`can_serve`] succeed. Code calls `can_serve` before it begins
+//! something that needs memory for longer than a call: a socket's object, a promotion, a link, a channel. If that
+//! returns `false`, the connection stays on TCP. So the reserve has to cover only the operations in progress when the
+//! kernel refuses for the first time. These are some KiB for each thread of the program, and one link at most, since
+//! one thread makes the links. Buffers that can be longer than 512 KiB are allocated by `try_reserve`. If that fails,
+//! the call that needs the buffer fails.
 //!
 //! Memory for small requests is never unmapped, so a thread may still read a block that another thread has popped. A
 //! fork child loses the blocks that threads of its parent were pushing or popping at the fork: at most one for each
@@ -39,24 +39,26 @@ use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munlo
 const LARGE: usize = 32 * 1024;
 /// The number of block sizes: 16, 24, 32, 48, 64, 96 … bytes up to 32 KiB.
 const SIZES: usize = 23;
-/// The bytes that are mapped at a time for small requests. Fewer in the tests that refuse one mapping after the other.
+/// The bytes that are mapped at a time for small requests. Fewer in the tests that refuse one mapping after the other
+/// (feature `points`), so that they have more mappings to refuse.
 const PIECE: usize = if cfg!(feature = "points") { LARGE } else { 128 * 1024 };
 const PAGE: usize = 4096;
 /// The bytes of the reserve, for when the kernel refuses a mapping: 8 pieces. Each piece serves the calls of some 20
 /// threads.
 const RESERVE: usize = 1 << 20;
-/// The longest request that the reserve serves, in bytes. This is half of it, so that one growing table leaves the
+/// The longest request that the reserve serves, in bytes: half of the reserve, so that one growing table leaves the
 /// other half.
 const MOST: usize = 1 << 19;
 
 /// The start and the end of the unused part of the reserve. All heaps share it.
 static KEPT: Pair = Pair::new();
 
-/// The reserve until `renew` maps the first one, so that the library can start in a program that has no memory left.
+/// The memory of the first reserve, which serves until `renew` maps another. So the library can start in a program that
+/// has no memory left.
 #[repr(C, align(4096))]
 struct First(UnsafeCell<[u8; 2 * PIECE]>);
 
-// SAFETY: `obtain` divides the bytes into blocks, and returns each block to one caller.
+// SAFETY: `obtain` divides the bytes into ranges of pages, and returns each range to one caller.
 unsafe impl Sync for First {}
 
 static FIRST: First = First(UnsafeCell::new([0; 2 * PIECE]));
@@ -89,8 +91,8 @@ fn renew(kept: Two) -> bool {
     true
 }
 
-/// Returns a mapping of `size` bytes, or whole pages of the reserve, which can be unmapped as a mapping can. Returns
-/// null if the kernel refuses the mapping, and the reserve has too little left or `size` is more than `MOST`.
+/// Returns a mapping of `size` bytes, or whole pages of the reserve, which can be unmapped as a mapping can. If the
+/// kernel refuses the mapping, and the reserve has too few bytes left or `size` is more than `MOST`, returns null.
 fn obtain(size: usize) -> *mut u8 {
     let fresh = map(size);
     if !fresh.is_null() || size > MOST {
@@ -183,8 +185,8 @@ impl Heap {
                 return null_mut();
             }
             let piece = Two::range(fresh, PIECE);
-            // The remainder of the old piece is lost. No address of a piece is ever used again for a piece, so no value
-            // of this pair is ever repeated.
+            // The remainder of the old piece is lost. A piece that this pair has held is never unmapped, so no later
+            // piece has its addresses, and no value of the pair is ever repeated.
             match self.rest.swap(seen, piece) {
                 Ok(()) => seen = piece,
                 Err(now) => {
@@ -250,7 +252,7 @@ unsafe impl GlobalAlloc for Heap {
             }
             _ => {}
         }
-        // SAFETY: the caller owns both blocks, and each is as long as the shorter of the two layouts.
+        // SAFETY: the caller owns both blocks, and each is at least as long as the shorter of the two layouts.
         unsafe {
             let moved = self.alloc(new);
             if !moved.is_null() {
@@ -350,9 +352,10 @@ impl Pair {
         }
     }
 
-    /// Returns the two words, which need not be of one point in time; a swap that expects such a mixture fails. The
-    /// count is loaded first. If a swap then finds the same count, nothing has changed since that load. So the top, and
-    /// the word that was read through the top, belong to that count.
+    /// Returns the two words, which need not be of one point in time. A swap fails if it expects two words that the
+    /// pair does not hold together. `second`, a stack's count of changes, is loaded first. If a swap then finds the
+    /// same count, the stack has not changed since that load. So the top, and the word that was read through the top,
+    /// belong to that count.
     fn load(&self) -> Two {
         // Both loads are Acquire: they pair with `swap`, which is a full barrier.
         let second = self.second.load(Acquire);
@@ -365,8 +368,8 @@ impl Pair {
     /// processor since 2006 has the instruction.
     fn swap(&self, old: Two, new: Two) -> Result<(), Two> {
         let (mut first, mut second) = (old.first, old.second);
-        // SAFETY: 16 bytes, aligned to 16, that only atomic instructions access. The compiler does not accept rbx as an
-        // operand, so the code saves rbx in `low` and restores it. `low` may be rbx itself.
+        // SAFETY: the pair has 16 bytes, aligned to 16, which only atomic instructions access. The compiler does not
+        // accept rbx as an operand, so the code saves rbx in `low` and restores it. `low` may be rbx itself.
         unsafe {
             core::arch::asm!(
                 "xchg {low}, rbx",
@@ -386,7 +389,7 @@ impl Pair {
 }
 
 /// Mappings that a test makes fail (`tests/tests/no_memory.rs`). The environment variable `HEAP_REFUSES` is the number
-/// of the first one. With a plus at its end, all later mappings fail too.
+/// of the mapping that fails, counted from 1. If a plus follows the number, all later mappings fail too.
 #[cfg(feature = "points")]
 mod refused {
     use core::ffi::CStr;

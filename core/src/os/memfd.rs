@@ -4,8 +4,8 @@
 //! own, sealed against shrinking, with at least as many bytes as the peer claims. So reading the mapping cannot raise
 //! SIGBUS. `fabric` defines the content, and has to copy it before checking it.
 //!
-//! The file has the creation and the checks of memfds; [`Extent`], a range of addresses over a file; and [`map`], which
-//! also maps other memory, so that only touched pages take memory.
+//! This module has functions that create and check memfds, and [`Extent`], a range of addresses with a file's mapping.
+//! It also has [`map`], which maps a file or anonymous memory so that only touched pages take memory.
 
 use core::ffi::c_void;
 use std::ops::Range;
@@ -58,7 +58,7 @@ pub enum MapError {
 }
 
 /// Mapped shared memory, unmapped when dropped. Other processes write to it at any time, so methods return a pointer
-/// and no reference. A fork child inherits the mapping only if it is anonymous.
+/// and no reference. A fork child inherits the mapping only if the memory is anonymous, not a file's.
 #[derive(Debug)]
 pub struct Mapping(Extent);
 
@@ -170,14 +170,14 @@ pub fn is_sealed(fd: BorrowedFd<'_>) -> bool {
 }
 
 /// Checks that an fd that a peer has sent is shared memory which has at least `claimed` bytes for ever, and that its
-/// seals permit `access`. A later mapping can still fail. If it was to replace another mapping, that mapping may be
-/// gone then.
+/// seals permit `access`. A later mapping of the file can still fail. If that call was to replace another mapping, the
+/// other mapping may be gone after the failure.
 pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<(), MapError> {
     mappable(claimed).ok_or(MapError::Size)?;
     // The seals are checked first, since the other calls may wait for the file's file system.
     let seals = fcntl_get_seals(fd).map_err(|_| MapError::NotMemfd)?;
-    // Files on most other file systems cannot be sealed. Files on hugetlbfs can, but touching them raises SIGBUS when
-    // huge pages run out.
+    // Files on most file systems other than tmpfs cannot be sealed. Files on hugetlbfs can, but touching them raises
+    // SIGBUS when huge pages run out.
     if fstatfs(fd)?.f_type as i64 != TMPFS_MAGIC {
         return Err(MapError::NotMemfd);
     }
@@ -202,10 +202,10 @@ fn mappable(bytes: u64) -> Option<usize> {
         .filter(|n| (1..=isize::MAX as usize).contains(n))
 }
 
-/// A range of addresses with a mapping. This is a plain value: its user [unmaps](Self::unmap) it. Other processes write
-/// to the memory at any time, so methods return a pointer and no reference. The mapping can be replaced without
-/// releasing its addresses, and more of the file can be mapped without its descriptor. A fork child does not inherit a
-/// file's mapping (MADV_DONTFORK), and core dumps leave it out.
+/// A range of addresses with a mapping. A value of this type is copied freely, and dropping it does nothing: its user
+/// [unmaps](Self::unmap) the range. Other processes write to the memory at any time, so methods return a pointer and no
+/// reference. The mapping can be replaced without releasing its addresses, and more of the file can be mapped without
+/// its descriptor. A fork child does not inherit a file's mapping (MADV_DONTFORK), and core dumps leave it out.
 ///
 /// This type trusts its file. [`check_received`] decides whether a peer's file can be trusted.
 #[derive(Debug, Clone, Copy)]
@@ -279,12 +279,13 @@ impl Extent {
         let _ = unsafe { neutral(self.start.as_ptr(), self.bytes, MapFlags::FIXED_NOREPLACE) };
     }
 
-    /// Maps the `bytes` of the file that follow this range, behind a copy of the last page of this range. The addresses
-    /// are new, or they are the addresses of `over`: its mapping, which has one page and `bytes`, is replaced.
+    /// Makes a mapping of one page and `bytes`: this range's last page once more, and the `bytes` of the file that
+    /// follow that page. The kernel chooses the addresses if `over` is `None`. Otherwise the new mapping replaces the
+    /// mapping of `over`, which has the same length.
     ///
     /// mremap(2) with an old size of 0 maps the same shared file again, beginning at the file offset of the old
     /// address, with the new size. So no descriptor has to be kept for each peer. The new mapping has the permissions
-    /// of this one.
+    /// of this range.
     ///
     /// # Safety
     /// This range is a mapping of a shared file, and the file has these `bytes`. `over` is as for [`show`](Self::show).
@@ -295,19 +296,20 @@ impl Extent {
         // its copy would be locked too, and filled.
         // SAFETY: the caller owns the range, by the contract.
         let _ = unsafe { munlock(self.start.as_ptr().cast(), self.bytes) };
-        // SAFETY: by the contract, the last page is mapped, and stays so. The range of `over` is the caller's, by the
-        // contract.
+        // SAFETY: by the contract, the last page of this range is mapped, and the caller owns the range of `over`. The
+        // old size 0 leaves this range mapped.
         let start = unsafe {
             match over {
                 None => mremap(last, 0, whole, flags)?,
                 Some(over) => mremap_fixed(last, 0, whole, flags, over.start.as_ptr().cast())?,
             }
         };
-        // The new mapping inherits the advice of this one.
+        // The new mapping inherits this range's advice (`file`).
         Self::of(start, whole)
     }
 
-    /// Forbids all access to the range. Then the kernel does not fill it if the program locks its memory.
+    /// Forbids all access to the range. While access is forbidden, the kernel does not fill the range if the program
+    /// locks its memory.
     ///
     /// # Safety
     /// The range is exactly one mapping made by [`of_file`](Self::of_file) or [`followed_by`](Self::followed_by), and
@@ -331,7 +333,7 @@ impl Extent {
     /// Allocates the memory of all pages that `range` (bytes) touches, so that no process fails for want of memory when
     /// it writes there. Fails if there is not enough memory.
     ///
-    /// Kernels before 5.14 cannot do this (MADV_POPULATE_WRITE). There the call succeeds, without a guarantee.
+    /// Kernels before 5.14 cannot do this (MADV_POPULATE_WRITE). On those kernels this succeeds without allocating.
     pub fn back(self, range: Range<usize>) -> Result<(), Errno> {
         let (first, end) = (range.start & !(PAGE - 1), range.end.next_multiple_of(PAGE));
         if first >= end || end > self.bytes {
@@ -383,7 +385,7 @@ impl Extent {
 }
 
 /// # Safety
-/// With MAP_FIXED in `flags` the caller owns the range.
+/// If `flags` have MAP_FIXED, the caller owns the `bytes` from `at` on, and no references into them exist.
 unsafe fn neutral(at: *mut u8, bytes: usize, flags: MapFlags) -> Result<Extent, Errno> {
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     let flags = flags | MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -414,16 +416,18 @@ unsafe fn file(
         // SAFETY: exactly the new mapping.
         let _ = unsafe { madvise(start, bytes, advice) };
     }
-    // If the program has called mlockall(2), the mapping is unlocked: its pages are allocated when they are used
-    // (`back`). Also, the part of the file behind the range (`followed_by`) must not be filled when it is mapped.
+    // If the program has called mlockall(2), the kernel has locked the mapping. It is unlocked here, since its pages
+    // are allocated when they are used (`back`). Also, `followed_by` copies the lock, and the part of the file that it
+    // maps must not be filled.
     // SAFETY: as above.
     let _ = unsafe { munlock(start, bytes) };
     Extent::of(start, bytes)
 }
 
-// Mappings whose pages take memory only once they are touched, even in a process that has locked all its future memory
-// (mlockall(2), MCL_FUTURE). There the kernel would fill each new mapping at once. With MCL_CURRENT it fills all
-// mappings that can be written. So of a long and mostly unused mapping only the part in use is opened.
+// The next two functions make mappings whose pages take memory only once they are touched, even in a process that has
+// locked all its future memory (mlockall(2), MCL_FUTURE). In such a process the kernel fills each new mapping at once
+// if the mapping permits access. A call with MCL_CURRENT fills all mappings that can be written. So of a long and
+// mostly unused mapping only the part in use is made writable (`open`).
 
 /// Maps `bytes` of a file from its beginning, or of anonymous memory if `file` is `None`, at an address that the kernel
 /// chooses. Fails with the kernel's errno; EAGAIN if the limit of locked memory is too low.

@@ -11,16 +11,19 @@
 //! Also, a select over getdtablesize() fds, which the kernel cuts to the table, would read beyond the 1,024 bits of an
 //! fd_set. Private fds leave the program most of its limit.
 //!
-//! A new fd first has the lowest free number. During the few instructions until it is moved, another thread of the
-//! program may get the next higher number. `shims/src/hooks/fd.rs` corrects that by the counts of [`Transit`]. During a
-//! transit these counts also delay a close_range.
+//! A new fd first has the lowest free number. The few instructions until it is moved to a private number are its
+//! *transit* ([`Transit`]). If another thread of the program opens a file meanwhile, that file may get the next higher
+//! number. `shims/src/hooks/fd.rs` detects that by the counts of transits, and corrects the number. A close_range,
+//! which could close the fd in transit, waits until the transit has ended.
 //!
 //! A private fd has no number in the lower part of the limit, since the program would lack that number as long as the
 //! fd is open. The last `SPARE` free numbers are left to the program. So a program at its limit, which closes some fds
-//! to open others, finds free numbers. The exception is a duplicate of an fd that the program is closing, which must
-//! have a number in any case. It gets a number that was set aside, or any free number if many fds are closed at once.
+//! to open others, finds free numbers. Both rules have an exception: a duplicate of an fd that the program is closing
+//! must have a number in any case. If need be, it gets a number that was set aside, or any free number if many fds are
+//! closed at once.
 //!
-//! The close of a private fd may block. A caller that may not block [leaves](PrivateFd::leave) it to a thread that may.
+//! The close of some private fds can block. A thread that must not block [leaves](PrivateFd::leave) such a close to a
+//! thread that can wait for it.
 
 use std::cell::Cell;
 use std::mem::ManuallyDrop;
@@ -36,13 +39,15 @@ use rustix::process::{Resource, getrlimit};
 use crate::os::{kernel, thread};
 
 /// While private fds are few, all have numbers below this. Such numbers lie within an fd_set, above the numbers that
-/// most programs ever use, and not at an end that programs choose for themselves.
+/// most programs ever use, and below the end of the usual limit of 1,024, where some programs place fds of their own.
 const USUAL: u32 = 960;
 
-/// The lowest soft limit under which private fds are made. A program that chooses a lower limit counts on each number.
+/// The lowest soft limit under which private fds are made. A program that chooses a lower limit needs each number
+/// itself.
 const LEAST_LIMIT: u64 = 64;
 
-/// The bound of private numbers, however high the program's limit is.
+/// Private numbers are searched below this bound, however high the program's limit is. The kernel's search upwards from
+/// there (`place_in`) may end above it.
 const CEILING: u32 = 65_536;
 
 /// The end of the bitmap: no private fd has this number or a higher one.
@@ -174,7 +179,8 @@ impl PrivateFd {
 
     /// Takes over a number that [`Self::release`] returned; `None` if the number is not private.
     pub fn adopt(number: RawFd) -> Option<Self> {
-        // `then_some` would make a value for a number of the program's, and dropping that value would close the number.
+        // `then_some` would make the value also for a number of the program's, and dropping that value would close the
+        // number.
         is_private(number).then(|| Self { fd: number })
     }
 
@@ -249,8 +255,8 @@ fn register(fd: RawFd) -> bool {
     let Some((word, mask)) = bit(n) else {
         return false;
     };
-    // The bit is set before the bound. A hook in another thread loads both Relaxed, so it may see them a moment late.
-    // No data is read through either, so such a hook answers as if it had run a moment earlier.
+    // The bit is set before the bound `LOWEST`. A hook in another thread loads both Relaxed, so it may see the changes
+    // a moment late. No data is read through either word, so such a hook answers as if it had run a moment earlier.
     if word.fetch_or(mask, Release) & mask == 0 {
         COUNT.fetch_add(1, Relaxed);
     }
@@ -306,7 +312,7 @@ const SPARE: usize = 4;
 enum Take {
     /// Numbers of the range, if `SPARE` other numbers stay free.
     High,
-    /// Numbers of the range, even the last one.
+    /// Numbers of the range, even if no other number stays free.
     Last,
     /// The highest free number, even below the range.
     Any,
@@ -324,8 +330,8 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let mut next = || {
         loop {
             match fcntl_dupfd_cloexec(fd, *tries.peek()? as RawFd) {
-                // The number stays in `tries`: F_DUPFD searches from it upwards, and may find another free number
-                // there.
+                // The number stays at the front of `tries`: F_DUPFD searches from that number upwards, and the next
+                // call may find another free one.
                 Ok(new) => return Some(new),
                 Err(_) => tries.next(),
             };
@@ -334,8 +340,8 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     let new = next()?;
     let is_high = new.as_raw_fd() >= place.least();
     let mut left: [Option<OwnedFd>; SPARE] = Default::default();
-    // The search for these numbers goes on downwards where the search for `new` has ended. So if many high numbers are
-    // free, all of these are high.
+    // The search for the numbers of `left` goes on downwards where the search for `new` has ended. So if enough high
+    // numbers are free, all numbers of `left` are high.
     let mut is_left = || {
         left.iter_mut().all(|slot| {
             *slot = next();
@@ -356,22 +362,22 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
     }
 }
 
-/// Numbers set aside for duplicates that must not fail. A program may have all other numbers in use and close a
-/// connection whose calls or bytes would be lost without a duplicate of the fd. Each number is occupied by an eventfd
-/// that is never used, so that the kernel does not give the number to the program. A single number would prevent any
-/// loss, since each close frees a number for the next duplicate. With more numbers set aside, fewer closes at the same
-/// time need a number that the program would have been given.
+/// Numbers set aside for duplicates that must not fail. They are for a program that has all other numbers in use, and
+/// closes a connection whose calls or bytes would be lost without a duplicate of the fd. Each number is occupied by an
+/// eventfd that is never used, so that the kernel does not give the number to the program. A single number would
+/// prevent any loss, since each close frees a number for the next duplicate. Several are set aside: the more there are,
+/// the fewer simultaneous closes take a number that the program would have been given.
 static NUMBERS: [AtomicI32; RESERVED] = [const { AtomicI32::new(NONE) }; RESERVED];
 const RESERVED: usize = 4;
 
-/// The number of the eventfd that is duplicated to all of `NUMBERS`. This number itself is never used for anything
-/// else.
+/// The number of the eventfd that is duplicated to all of `NUMBERS`. This number itself is not used for duplicates of
+/// the program's fds.
 static RESERVE_FILE: AtomicI32 = AtomicI32::new(NONE);
 
-/// The lowest number that may be set aside.
+/// The lowest number that may be set aside, by the last call of `stock_reserve`.
 static RESERVE_LEAST: AtomicI32 = AtomicI32::new(0);
 
-/// Sets numbers aside where they are missing. Replaces numbers at or above the end of `place`: the program has lowered
+/// Fills the empty slots of `NUMBERS`. Also replaces numbers at or above the end of `place`: the program has lowered
 /// its limit since they were set aside.
 fn stock_reserve(place: &Place) {
     RESERVE_LEAST.store(place.least(), Relaxed);
@@ -413,12 +419,13 @@ fn take_number() -> Option<PrivateFd> {
 /// Puts the open file of `fd` at a number that is set aside; `None` if there is none, or on an error.
 fn take_reserved(fd: BorrowedFd<'_>) -> Option<PrivateFd> {
     let number = take_number()?;
-    // On an error the number is dropped, and so set aside again.
+    // On an error `number` is dropped, which sets it aside again (`give_back`).
     put_at(fd, number.fd).ok().map(|()| number)
 }
 
-/// If a number is missing among those set aside, sets `number` aside instead of closing it. Otherwise returns `false`,
-/// and the caller closes it. The number is private, and only the caller uses it.
+/// Sets `number` aside instead of closing it, if a slot of `NUMBERS` is empty and the number is not too low
+/// (`RESERVE_LEAST`). Returns `false` if the number is not set aside: the caller then closes it. The number is private,
+/// and only the caller uses it.
 fn give_back(number: RawFd) -> bool {
     let mut missing = NUMBERS.iter().filter(|slot| slot.load(Relaxed) == NONE).peekable();
     if missing.peek().is_none() || number < RESERVE_LEAST.load(Relaxed) {
@@ -436,8 +443,8 @@ fn put_at(fd: BorrowedFd<'_>, number: RawFd) -> Result<(), Errno> {
     dup3(fd, &mut at, DupFlags::CLOEXEC)
 }
 
-/// Closes the numbers that are set aside. None is set aside again before the next [`PrivateFd::duplicate`]. The eventfd
-/// that occupied them, `RESERVE_FILE`, stays open, since another thread may be about to duplicate it.
+/// Closes the numbers that are set aside. No number is set aside again before the next [`PrivateFd::duplicate`]. The
+/// eventfd that occupied them, `RESERVE_FILE`, stays open, since another thread may be about to duplicate it.
 pub fn dismiss_reserve() {
     RESERVE_FILE.store(NONE, Relaxed);
     std::iter::from_fn(take_number).for_each(drop);
@@ -453,7 +460,7 @@ pub fn is_any_left() -> bool {
     left() != 0
 }
 
-/// Returns whether `LEFT` is half full. Then no further channel may be accepted.
+/// Returns whether `LEFT` is at least half full. If it is, the caller must accept no further channel.
 pub fn is_left_full() -> bool {
     left() >= LEFT.len() / 2
 }
@@ -466,15 +473,15 @@ fn left() -> usize {
 //
 // The kernel gives a new fd the lowest number first, and the number of a duplicate is unknown until the call that makes
 // it returns. Until the bitmap has that number, it looks like a number of the program's. So there are two sides, and
-// each waits for the other: fds in transit ([`Transit`]), and calls that need all fds settled ([`Settled`]). Such a
-// call closes a range, forks, or puts a file at a number that the program chooses.
+// each waits for the other: fds in transit ([`Transit`]), and calls that need all library fds settled, at private
+// numbers ([`Settled`]). Such a call closes a range, forks, or puts a file at a number that the program chooses.
 //
 // The wait is usually short. A thread does not wait for a transit or a call of its own: it may be a signal handler that
 // has interrupted that very transit or call. The calls of the program have priority: an fd whose transit has not begun
 // waits until they have ended. Otherwise transits one after the other might never let such a call run.
 //
 // A call that makes an fd for the program waits for neither side, and neither side waits for it, as it may block.
-// Before the call, its hook reads the counts ([`Look`]). If a transit has disturbed the call, the hook corrects the
+// Before such a call, its hook reads the counts ([`Look`]). If a transit has disturbed the call, the hook corrects the
 // number afterwards.
 
 /// The counts of both sides, with 16 bits each: fds in transit, and callers that need fds settled. The upper half
@@ -530,8 +537,7 @@ fn mask(kinds: u64) -> u64 {
 
 /// The most times that a thread checks whether the other side's count is 0 ([`Sides`]). After that it goes on although
 /// the count is not 0. The checks take about 2 s or more, because on a busy machine the thread of the other side may
-/// not get to run. They are bounded, because that thread may have been stopped. They are bounded, because the other
-/// thread may have been stopped.
+/// not get to run. They are bounded, because that thread may have been stopped.
 const TURNS: u32 = 20_000;
 /// This many first checks yield the processor. Each later check sleeps 100 µs.
 const SHORT_TURNS: u32 = 100;
@@ -549,7 +555,7 @@ fn pause(turn: u32) {
 }
 
 /// Returns how many times to check whether the other side's count (of [`Sides`]) is 0. `own` is the part of that count
-/// that comes from this thread. If it is not 0, returns 0: it cannot fall while this thread waits.
+/// that comes from this thread. If that part is not 0, returns 0: the count cannot become 0 while this thread waits.
 fn turns(own: &Cell<u32>) -> u32 {
     if own.get() > 0 { 0 } else { TURNS }
 }
@@ -634,8 +640,8 @@ impl Look {
     /// Returns whether a library fd was in transit at any time since. Then the number that the kernel has given the
     /// program may be higher than the lowest number that is free apart from library fds.
     ///
-    /// The kernel assigns numbers under a lock. A library fd that got its number before the program's fd was counted
-    /// before that, and is seen here.
+    /// A library fd disturbs the call only if it got its number before the program's fd did. It was counted before it
+    /// got that number, and the kernel assigns numbers under a lock. So the load of this function finds it counted.
     #[inline]
     pub fn is_disturbed(self) -> bool {
         is_disturbed(self.0, SIDES.0.load(Acquire))

@@ -5,9 +5,9 @@
 //! library may use). `thread_local!` in a shared library would call the loader. The state has no destructor.
 //!
 //! A thread is *within* the library while it has a section open. Between `begin` and `end` it has announced an
-//! operation, or holds a lock. During a section a signal handler of the program has to wait (`shims::signals`), and so
-//! has a `longjmp` out of a handler that could not wait (`shims::signals::jump`). A libc call that may block is made
-//! [outside](Outside), however many sections are open.
+//! operation, or holds a lock. During a section a signal handler of the program has to wait (`shims::signals`). If a
+//! handler that cannot wait makes a `longjmp` (a *jump*), the jump waits instead (`shims::signals::jump`). While a
+//! thread makes a libc call that may block, the thread is [outside](Outside), however many sections are open.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -20,7 +20,7 @@ use rustix::io::Errno;
 
 use crate::os::kernel;
 
-// Kinds of work that may wait for the end of a section.
+// The bits of `Thread::due`: kinds of work that may wait for the end of a section.
 const JUMP: u32 = 1;
 const SIGNALS: u32 = 2;
 
@@ -37,10 +37,11 @@ pub struct Thread {
     /// The kinds of work that wait for the end of the sections (`JUMP`, `SIGNALS`). Atomic because the thread's own
     /// signal handlers access it; `handlers` is atomic for the same reason.
     due: AtomicU32,
-    /// The number of library fds in transit in this thread. Each further one is a part of the first one's transit
-    /// (`os::privatefd`).
+    /// The number of library fds that this thread has in transit, on their way to a private number. Each further fd is
+    /// a part of the first fd's transit (`os::privatefd`).
     pub(super) transits: Cell<u32>,
-    /// The number of open periods in which the thread needs all fds settled (`os::privatefd`).
+    /// The number of open periods in which the thread needs all library fds settled, at their private numbers
+    /// (`os::privatefd`).
     pub(super) settles: Cell<u32>,
     /// The count of signal handlers that have run; wraps.
     handlers: AtomicU32,
@@ -48,13 +49,12 @@ pub struct Thread {
     held: AtomicU64,
     /// The jump that waits for the end of the sections; null if there is none.
     jump: Cell<*mut u8>,
-    /// The innermost call that is made outside the library; null if there is none.
+    /// The innermost outside call that has not returned; null if there is none.
     outside: Cell<*const Outside>,
-    /// Signals whose handlers have run since the outermost call [began to count](Self::handlers_at_call), one bit for
-    /// each.
+    /// Signals whose handlers have run since a call last [cleared them](Self::handlers_at_call), one bit for each.
     handled: AtomicU64,
-    /// The frame of the signal handler that was noted last: the address of its `ucontext`, and its return address;
-    /// zeroes if there is none.
+    /// The frame of the signal handler that was noted last: the address of the handler's `ucontext`, and the handler's
+    /// return address; zeroes if there is none.
     pub handler: Cell<(usize, usize)>,
     /// The address to which the program last had the results of a wait written; 0 if there is none.
     results: Cell<usize>,
@@ -112,7 +112,8 @@ pub unsafe fn note_cancelled(pthread: libc::pthread_t) {
     unsafe { (*at).cancelled.store(true, Relaxed) };
 }
 
-/// A call that may block, and that a jump may leave. The value lies in the stack frame of the caller.
+/// A libc call that may block, and that a jump may leave. The value lies in the stack frame of the library's function
+/// that makes the call.
 #[derive(Debug)]
 pub struct Outside {
     /// The outside call that was interrupted by the signal handler which makes this call; null if there is none.
@@ -126,7 +127,7 @@ pub struct Outside {
     pub landing: Cell<usize>,
 }
 
-/// The function that carries out the waiting jump, or a part of it; 0 before the first jump.
+/// The address of the function that carries out the waiting jump, or a part of it; 0 before the first jump.
 static CARRY_OUT: AtomicUsize = AtomicUsize::new(0);
 
 impl Thread {
@@ -159,7 +160,8 @@ impl Thread {
             self.base.set(stack_pointer());
         }
         self.depth.set(depth + 1);
-        // The fence keeps the thread's announcements in the section behind this point. They are withdrawn before `end`.
+        // The fence keeps what the thread announces in the section behind this point. The announcements are withdrawn
+        // before `end`.
         compiler_fence(SeqCst);
     }
 
@@ -170,7 +172,8 @@ impl Thread {
         compiler_fence(SeqCst);
         let depth = self.depth.get().wrapping_sub(1);
         self.depth.set(depth);
-        // A signal that arrives before this load waits. A signal that arrives after it finds no open section.
+        // A signal that arrives before the store of `depth` is held, and this load finds it in `due`. A signal that
+        // arrives after the store finds no open section.
         compiler_fence(SeqCst);
         if depth == 0 && self.due.load(Relaxed) != 0 {
             self.settle();
@@ -186,8 +189,8 @@ impl Thread {
         }
     }
 
-    /// Makes a signal wait for the end of the open sections. The signal is pending, and blocked when the handler
-    /// returns.
+    /// Notes that a signal waits for the end of the open sections. The library's handler, which calls this, has made
+    /// the signal pending again, and has blocked it for the time after its own return.
     pub fn hold_signal(&self, bit: u64) {
         self.held.fetch_or(bit, Relaxed);
         self.due.fetch_or(SIGNALS, Relaxed);
@@ -199,15 +202,14 @@ impl Thread {
         self.handlers.fetch_add(1, Relaxed);
     }
 
-    /// Returns the count of handlers that have run. By comparing the count later, a call can detect that a signal has
-    /// come.
+    /// Returns the count of handlers that have run; wraps. If the count differs later, a handler has run in between.
     #[inline]
     pub fn handlers(&self) -> u32 {
         self.handlers.load(Relaxed)
     }
 
-    /// Returns [`Self::handlers`] for a call that begins, and forgets the signals before it. If the call is made in a
-    /// signal handler, forgets none: the call that the handler has interrupted needs them.
+    /// Returns [`Self::handlers`] for a call that begins, and clears [`Self::handled`]. Does not clear it if a signal
+    /// handler that has interrupted an outside call makes the call: the interrupted call needs the signals.
     #[inline]
     pub fn handlers_at_call(&self) -> u32 {
         if self.outside.get().is_null() && self.handled() != 0 {
@@ -216,7 +218,8 @@ impl Thread {
         self.handlers()
     }
 
-    /// Returns the signals whose handlers have run, one bit for each.
+    /// Returns the signals whose handlers have run since [`Self::handlers_at_call`] last cleared them, one bit for
+    /// each.
     pub fn handled(&self) -> u64 {
         self.handled.load(Relaxed)
     }
@@ -276,7 +279,8 @@ impl Thread {
         self.jump.get()
     }
 
-    /// Makes a jump wait for the end of the open sections, and of the calls that it leaves. Then `carry_out` is called.
+    /// Makes a jump wait until the open sections have ended, and the outside calls that it leaves. Then `carry_out` is
+    /// called.
     pub fn set_jump(&self, jump: *mut u8, carry_out: extern "C" fn()) {
         CARRY_OUT.store(carry_out as usize, Relaxed);
         self.jump.set(jump);
@@ -289,7 +293,7 @@ impl Thread {
         self.jump.replace(null_mut())
     }
 
-    /// Returns the innermost call that is made outside the library; `None` if there is none.
+    /// Returns the innermost outside call that has not returned; `None` if there is none.
     pub fn outside(&self) -> Option<&Outside> {
         // SAFETY: null, or in the frame of a call that has not returned yet.
         unsafe { self.outside.get().as_ref() }
@@ -315,8 +319,8 @@ impl Thread {
         }
     }
 
-    /// Marks the thread as outside. From now on a jump leaves the call, and the thread continues with the stack pointer
-    /// in `landing`.
+    /// Marks the thread as outside, for a call that is about to begin. From now on a `longjmp` out of a handler ends
+    /// that call, and the thread first goes on in the library, at the stack pointer in `landing`.
     #[inline]
     pub fn step_out(&self, outside: &Outside) {
         self.outside.set(outside);
@@ -355,12 +359,13 @@ fn stack_pointer() -> usize {
     at
 }
 
-// The library's own threads. They run no signal handlers of the program. If a thread cannot be made, that is an error.
-// `std::thread` is not used, since it takes memory from libc's `malloc` and aborts if that has none.
+// The start of the library's own threads. `std::thread` is not used, since it takes memory from libc's `malloc`, and
+// aborts if `malloc` has none.
 
 type Body = Box<dyn FnOnce() + Send>;
 
-/// Runs `body` in a new, detached thread with a stack of `stack` bytes. Fails with the errors of pthread_create(3).
+/// Runs `body` in a new, detached thread with a stack of `stack` bytes. The caller has blocked all signals. The thread
+/// inherits that mask, so it runs no signal handler of the program. Fails with the errors of pthread_create(3).
 pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
     let body: Body = Box::new(move || {
         let _ = rustix::thread::set_name(name);

@@ -114,7 +114,7 @@ fn most_numbers_are_the_programs() {
         }
         let reader = pipe().0;
         let all = || std::iter::from_fn(|| PrivateFd::duplicate(reader.as_fd()).ok()).collect::<Vec<_>>();
-        // When the first range is used up, more numbers are taken at the top of the limit.
+        // Numbers are taken below `USUAL` (960) first. When those are used up, more are taken just below the limit.
         limits(2048, hard);
         let many = all();
         let count = |range: std::ops::Range<RawFd>| many.iter().filter(|fd| range.contains(&fd.as_raw_fd())).count();
@@ -158,7 +158,7 @@ fn the_last_numbers_are_left_to_the_program() {
             let all: Vec<_> = std::iter::from_fn(|| rustix::io::dup(&reader).ok()).collect();
             assert_eq!(all.len(), free);
         }
-        // With many free numbers it takes none either, if all of them are low.
+        // If many numbers are free, but all of them are low, the library takes none either.
         drop(taken.drain(..SPARE + 4));
         assert_eq!(PrivateFd::duplicate(reader.as_fd()).unwrap_err(), Errno::MFILE);
         drop(taken.pop());
@@ -231,7 +231,7 @@ fn nothing_is_set_aside_once_that_is_given_up() {
         let reader = pipe().0;
         let private = PrivateFd::duplicate(reader.as_fd()).unwrap();
         dismiss_reserve();
-        // The private fd, and the eventfd of the reserve.
+        // `private` and the eventfd of the reserve are left.
         assert_eq!(COUNT.load(Relaxed), 2);
         let closing = PrivateFd::duplicate_closing(reader.as_fd()).unwrap();
         let numbers = [private.as_raw_fd(), closing.as_raw_fd()];
@@ -339,7 +339,7 @@ fn who_wants_fds_settled_waits_for_those_under_way_and_comes_before_others() {
         await_counts(&sides, FD + SETTLED);
         let next = s.spawn(|| sides.enter_fd(false, u32::MAX));
         nothing_changes(&sides);
-        // A part of a transit that is in progress does not wait.
+        // An fd that is part of a transit in progress (first argument `true`) does not wait, although `settled` does.
         sides.enter_fd(true, SHORT);
         sides.leave(FD);
         assert!(!settled.is_finished());
@@ -366,7 +366,7 @@ fn who_would_wait_for_itself_goes_on() {
     sides.leave(FD);
     sides.leave(SETTLED);
     sides.leave(FD);
-    // As in a fork child, whose counts begin at zero.
+    // The counts are 0 by now. A fork child, whose counts begin at 0, may call `leave` like this.
     sides.leave(FD);
     sides.leave(SETTLED);
     assert_eq!(counts(&sides), 0);

@@ -4,15 +4,15 @@
 //!
 //! - Until a call has waited or moved a byte, no other thread can observe that it has begun. If its fd comes to stand
 //!   for another file before that, the call begins again on that file.
-//! - From its first wait on, the call *holds* the connection: it is counted in its direction (`Rx::waiting`,
-//!   `Tx::waiting`). A close then leaves the connection as it is until the last counted call has returned
-//!   (`process/close`).
+//! - From its first wait on, the call *holds* the connection: the direction counts the call as waiting
+//!   (`RxOwn::waiting`, `TxOwn::waiting`). A close then leaves the connection as it is until the last counted call has
+//!   returned (`process/close`).
 //!
 //! Calls inside the kernel's own receive or send are counted by `Socket::enter_rx` and `enter_tx`.
 //!
-//! This module also detects that a connection has ended: its fd was closed without a hook, or the last call has
-//! returned that a close was waiting for. The work of a close is in `process/close`, in a layer above, which registers
-//! its functions here ([`tell`]).
+//! This module also detects that a connection has ended: its fd was closed without a hook, or a close was waiting for
+//! calls to return and the last of them has returned. The work of a close is in `process/close`, in a layer above,
+//! which registers its functions here ([`tell`]).
 
 use std::ffi::c_int;
 use std::ops::Deref;
@@ -52,7 +52,8 @@ impl Began {
         }
     }
 
-    /// Whether `fd` still stands for the socket, by the table alone.
+    /// Whether `fd` still stands for the connection, by the table alone: the table has the same socket object, and that
+    /// has not been reused for another connection.
     #[inline]
     pub(crate) fn is_named(&self) -> bool {
         table::still(self.fd, self.socket) && self.socket.generation.load(Relaxed) == self.generation
@@ -126,8 +127,8 @@ impl Call {
         }
     }
 
-    /// Makes the check of `place` by the kernel, for closes without a hook. Does not ask the kernel if the fd was
-    /// checked at the present clock tick.
+    /// Makes the check of `place` by the kernel, for closes without a hook. Returns `Here` without asking the kernel if
+    /// the fd was checked at the present clock tick, or `is_fresh` is set.
     #[inline]
     pub(crate) fn place_by_kernel(&self, seen: &Seen) -> Place {
         match !self.is_fresh && seen.is_due(self.fd) {
@@ -138,7 +139,7 @@ impl Call {
 
     #[cold]
     fn place_when_due(&self, seen: &Seen) -> Place {
-        // A check in the other direction at the same clock tick suffices.
+        // `is_seen` does not ask the kernel if a call in the other direction has checked the fd at the same clock tick.
         let place = self.place_if(|| self.socket.numbers.is_seen(self.fd, time::tick()));
         if place != Place::Here {
             seen.forget();
@@ -157,7 +158,8 @@ impl Call {
     /// answer.
     #[inline]
     fn place_if(&self, is_behind: impl FnOnce() -> bool) -> Place {
-        // Since this call checked the table, the service thread may have found that the fd was closed without a hook.
+        // The service thread may have found, after this call's last check of the table, that the fd was closed without
+        // a hook.
         if !self.is_named() {
             return self.place_without_number();
         }
@@ -183,8 +185,8 @@ impl Call {
     pub(crate) fn hold(&mut self, waiting: &mut u32) {
         if !self.is_counted {
             if !self.was_counted {
-                // The critical section lasts until the call returns: a jump out of a signal handler must not leave the
-                // call counted.
+                // This critical section lasts until the `Call` is dropped. So a `longjmp` out of a signal handler
+                // waits, and cannot leave the call counted.
                 thread::current().begin();
             }
             *waiting += 1;
@@ -259,9 +261,10 @@ impl Drop for Call {
     }
 }
 
-/// Calls `f` with an fd of the connection, for the kernel's own call. `None` if the TCP socket is gone. If the call
-/// holds the connection, the fd is a duplicate: the program may close its own fd, and another file may get the same
-/// number, before the kernel looks the number up.
+/// Calls `f` with an fd of the connection, for the kernel's own call. Returns `None` if the TCP socket is gone, or if
+/// no fd is left for a duplicate and the program's fd stands for another file. If the call holds the connection, the fd
+/// is a duplicate: the program may close its own fd, and another file may get the same number, before the kernel looks
+/// the number up.
 // Not inlined: the forced unwind of pthread_cancel runs destructors in this frame (see `hooks`).
 #[inline(never)]
 pub(crate) fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
@@ -274,7 +277,7 @@ pub(crate) fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<
     };
     match copy {
         Some(Ok(copy)) => Some(f(copy.as_raw_fd())),
-        // No fd is left for a duplicate: use the program's own, if it still stands for the socket.
+        // No fd is left for a duplicate, so the program's own fd is used, if it still stands for the socket.
         Some(Err(_)) => call.is_named().then(|| f(call.fd)),
         None => None,
     }
@@ -282,7 +285,7 @@ pub(crate) fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<
 
 /// The functions that [`tell`] registers.
 pub(crate) struct Told {
-    /// Called when a call has returned that began before the connection was closed.
+    /// Called when a receive or send that began before the connection was closed has returned.
     pub on_call_back: fn(&'static Socket),
     /// Called when an fd was closed without a hook, and may stand for another file already. The table has no entry for
     /// the fd any more.
@@ -296,7 +299,7 @@ pub(crate) fn tell(told: &'static Told) {
     let _ = TOLD.set(told);
 }
 
-/// Reports that a call has returned that began before the connection was closed. The last such call ends the
+/// Reports that a call that began before the connection was closed has returned. The last such call ends the
 /// connection.
 #[cold]
 pub(crate) fn on_call_back(socket: &'static Socket) {
@@ -305,8 +308,8 @@ pub(crate) fn on_call_back(socket: &'static Socket) {
     }
 }
 
-/// Checks an fd that was found not to stand for `socket`. If the table still has the entry and the kernel confirms the
-/// mismatch, removes the entry and reports the fd as lost.
+/// Checks once more an fd that did not stand for `socket` at an earlier check. If the table still has `socket` for the
+/// fd, and the kernel has another file or none, removes the entry and reports the fd as lost (`Told::lose`).
 #[cold]
 pub(crate) fn look_again(socket: &'static Socket, fd: c_int) {
     if table::still(fd, socket) && !socket.numbers.is_behind(fd) {
@@ -328,7 +331,7 @@ pub(crate) fn connection(fd: c_int) -> Option<&'static Socket> {
     table::socket(fd).and_then(|_| connection_at(fd, time::tick()))
 }
 
-/// Does the same as [`connection`], at a [tick](time::tick) that the caller has just read.
+/// Does the same as [`connection`], with a [tick](time::tick) that the caller has just read.
 #[inline]
 pub(crate) fn connection_at(fd: c_int, tick: u64) -> Option<&'static Socket> {
     let socket = table::socket(fd)?;

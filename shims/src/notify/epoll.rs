@@ -5,19 +5,23 @@
 //! with the program's own data, and the library only keeps an *item* for it (a socket under one fd). When a promotion
 //! begins, the item is *taken over*: it is removed from the kernel's set, and the library reports it from its own list
 //! of ready items. When the socket is back on TCP for good, the item is *handed back*. A disabled item (EPOLLONESHOT
-//! has fired) is *parked* instead: it is in neither set until its EPOLL_CTL_MOD.
+//! has fired) is *parked* instead: until its EPOLL_CTL_MOD neither the kernel's set has it, nor does the library report
+//! it.
 //!
 //! Two sources fill the library's list:
 //!
 //! - the ready queues of the links, with one entry for each stream that has changed, so a wait costs O(ready);
 //! - the service thread, for events on the TCP socket.
 //!
-//! With the first item that is taken over, the set becomes *active*: waits use the library's list too. From then on the
-//! kernel's set also holds the set's *bell*, the fd that the set's waiter polls (`objects/waiters`). Its data is a
-//! [key](key_of_this_process) by which the library recognises the bell in a result. To *ring* makes the bell readable.
-//! So one sleep in the kernel ends for events of the kernel's set and for items of the library's list. If sockets are
-//! on links to other hosts, the kernel's set also holds the completion descriptors of these links, and reports which
-//! links have completions. A set is *nested* if another set holds it, or if poll() or select() was called on it.
+//! When the first item is taken over, the set becomes *active*: waits use the library's list too. The *gate* counts the
+//! waits that use the kernel's set alone, and is closed while the set is active. The kernel's set of an active set also
+//! holds the set's *bell*, the fd that the set's waiter polls (`objects/waiters`). The bell is registered with a
+//! [key](key_of_this_process) as its data, by which the library recognises the bell in a result. To *ring* makes the
+//! bell readable. So one sleep in the kernel ends for events of the kernel's set and for items of the library's list.
+//! Peers ring only while the waiter's *sleep flag* is raised. The flag counts sleepers, and is raised while the count
+//! is not 0. If sockets are on links to other hosts, the kernel's set also holds the completion descriptors of these
+//! links, and reports which links have completions. A set is *nested* if another set holds it, or if poll() or select()
+//! was called on it.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -61,7 +65,7 @@ pub(crate) struct Item {
     pub(crate) data: u64,
     /// The item is taken over: the library reports it, and the kernel's set does not have it.
     pub(crate) taken: bool,
-    /// The number of the last result that lists the item (see [`Set::results`]).
+    /// The number of the last result of epoll_wait() that lists the item (see [`Set::results`]).
     pub(crate) listed_in: u64,
     /// The item's index is in the set's list `ready`.
     pub(crate) queued: bool,
@@ -77,8 +81,8 @@ impl Item {
         !self.dead && std::ptr::eq(self.socket, socket)
     }
 
-    /// Whether the item is parked: disabled, and handed back. The kernel's set would report the end of the connection
-    /// even for a disabled item, so the item is in neither set.
+    /// Whether the item is parked: disabled, and not taken over. The kernel's set would report the end of the
+    /// connection even for a disabled item, so the kernel's set does not have a parked item.
     fn is_parked(&self) -> bool {
         self.disabled && !self.taken
     }
@@ -134,7 +138,7 @@ pub(crate) struct Epoll {
     /// For a nested set: the set itself counts as one sleeper in the waiter's sleep flag, so that peers ring even if no
     /// thread sleeps in epoll_wait().
     pub(crate) shown: Published<AtomicBool>,
-    /// For a fork child: the set is shared with the parent process, which may have taken sockets over.
+    /// This process is a fork child, and shares the set with its parent, which may have taken sockets over.
     pub(crate) inherited: AtomicBool,
     /// Counts the waits that are in the kernel's set alone (`wait_plain`). The gate closes when the first item is taken
     /// over; the set is active while it is closed.
@@ -211,8 +215,8 @@ impl Epoll {
         }
     }
 
-    /// Removes links to other hosts that are down from every set, so that their objects can be reused. No thread takes
-    /// in completions of a dead link, so until its queue pair is destroyed, its descriptor would keep the kernel's set
+    /// Removes dead links to other hosts from every set, so that their objects can be reused. No thread takes in
+    /// completions of a dead link, so until its queue pair is destroyed, its descriptor would keep the kernel's set
     /// readable.
     pub(crate) fn drop_dead_links() {
         for epoll in ALL.all() {
@@ -235,8 +239,8 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return;
         };
-        // The set's links remove their descriptors from the kernel's object before this process closes its fd: other
-        // processes may hold the object too.
+        // Dropping the set's links removes their descriptors from the kernel's object. That happens before this process
+        // closes its fd, since other processes may hold the object too.
         let items = std::mem::take(&mut *set).items;
         drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
         drop(set);
@@ -253,15 +257,16 @@ impl Epoll {
             waiters.release(waiter);
         }
         if let Some(mut free) = FREE.lock() {
-            // Without memory for the free list the object is lost.
+            // If there is no memory for the free list, the object is never reused.
             let _ = free.try_reserve(1).map(|()| free.push(self));
         }
     }
 
     /// Resets every set in a fork child, also those that another thread of the parent was about to make or to end.
     ///
-    /// The child shares the kernel's object with the parent, and the parent's bell is in that object. The child uses
-    /// none of the parent's private fds. [`Self::retain`] adds the fds that stand for the set.
+    /// The child shares the kernel's object with the parent. The parent's bell stays in it, and is a foreign fd to the
+    /// child (`Stripped::foreign`). The child uses none of the parent's private fds. The caller then counts the child's
+    /// fds of each set by [`Self::retain`].
     ///
     /// # Safety
     /// In a fork child only, before any other use.
@@ -294,8 +299,8 @@ impl Epoll {
     }
 
     /// Removes the library's bell and links from the kernel's set, and adds parked items to it, so that the kernel's
-    /// set reports all items without the library. For a set in which no item is taken over. The caller
-    /// [releases](Self::release) its fd next.
+    /// set reports all items without the library. For a set in which no item is taken over. The caller then
+    /// [releases](Self::release) the set's fd.
     pub(crate) fn retire(&'static self) {
         if let Some(mut set) = self.set.lock()
             && let Some(kernel_fd) = self.kernel_fd()
@@ -322,13 +327,13 @@ impl Epoll {
             -1 => self.fd.load(Acquire),
             own => own,
         };
-        // SAFETY: the private fd is closed under the set's lock, when no wait holds the set. If no fd was left for a
-        // private one, the program's is open unless the program closes it at this moment.
+        // SAFETY: a private fd is closed only under the set's lock, and only when no wait holds the set. If there is
+        // none, the result is the program's fd, which is open unless the program closes it at this moment.
         (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Lowers the sleep flag that was raised for the threads inside the gate (`plain_sleeps`), when the last of them
-    /// has left. `waiter` is the set's.
+    /// Ends the sleep that the sleep flag counts for the threads inside the gate (`plain_sleeps`). Called when the last
+    /// of these threads has left the gate. `waiter` is the set's.
     pub(crate) fn end_plain_sleep(&self, waiter: Option<WaiterId>) {
         if let Some(waiter) = waiter
             && self.plain_sleeps.take()
@@ -350,8 +355,9 @@ impl Epoll {
         }
         let waiter = self.waiter().or_else(|| {
             let waiter = library.waiters.acquire_for_set()?;
-            // The waiter may have had an owner before. Removes rings for that owner, which would make this set
-            // readable. Another set may share the waiter and need such a ring, so sleepers are rung again.
+            // The waiter may have had an owner before. `quiet` removes rings for that owner, which would make this set
+            // readable. Another set may share the waiter and need such a ring, so the waiter is rung again if a thread
+            // sleeps.
             library.waiters.quiet(waiter);
             library.waiters.ring_if_sleeping(waiter);
             Some(waiter)
@@ -374,9 +380,9 @@ impl Epoll {
             library.waiters.enter_sleep(waiter);
         }
         if are_inside {
-            // These threads sleep in the kernel's wait alone. A ring wakes only one of all threads that sleep on the
-            // kernel's object, and that may be another thread. So peers have to ring until the last of these threads
-            // has left the gate.
+            // The threads inside the gate sleep in the kernel's wait alone. A ring wakes only one of all threads that
+            // sleep on the kernel's object, and that may be a thread outside the gate. So peers have to ring until the
+            // last of these threads has left the gate.
             if let Some(waiter) = waiter
                 && !self.plain_sleeps.publish(true)
             {
@@ -460,7 +466,7 @@ impl Epoll {
                 if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
             {
                 // A promotion waits for this EPOLL_CTL_MOD. The item has fired, so no other thread can be about to get
-                // an event of it. The item is taken over, and the service thread continues the promotion, or hands the
+                // its event. The item is taken over here. Then the service thread continues the promotion, or hands the
                 // item back.
                 item.arm(event);
                 if let Some(kernel_fd) = self.kernel_fd() {
@@ -503,8 +509,8 @@ impl Epoll {
         self.in_kernels.load(Relaxed) != 0
     }
 
-    /// Carries out EPOLL_CTL_MOD on a parked item, which is in neither set: adds its fd to the kernel's set, with the
-    /// program's new event. Returns what epoll_ctl() returns, and sets errno.
+    /// Carries out EPOLL_CTL_MOD on a parked item, which the kernel's set does not have: adds its fd to the kernel's
+    /// set, with the program's new event. Returns what epoll_ctl() returns, and sets errno.
     fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
         // SAFETY: the program's own fd, which it keeps open during its call.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -579,8 +585,8 @@ impl Epoll {
         items.find(|item| set.has(*item, socket, fd))
     }
 
-    /// Records whether an item is taken over or in the kernel's set, and counts the items there. The caller holds the
-    /// set's lock.
+    /// Records whether an item is taken over or in the kernel's set. Keeps the count of the items in the kernel's set.
+    /// The caller holds the set's lock.
     fn set_taken(&self, item: &mut Item, taken: bool) {
         if std::mem::replace(&mut item.taken, taken) != taken {
             // Two's complement: adds one, or subtracts one.
@@ -623,9 +629,11 @@ impl EpollSet for Epoll {
         }
     }
 
-    /// Moves an item from the kernel's set to the library's list. Returns false if that cannot be done now: an
-    /// EPOLLONESHOT that has not fired may fire at this moment, and would be reported twice. An EPOLLONESHOT that has
-    /// fired is silent until its EPOLL_CTL_MOD, which the library handles.
+    /// Moves an item from the kernel's set to the library's list. Returns true if the item is taken over, or removed.
+    /// Returns false if it cannot be taken over now: the set is closed, the caller is a signal handler that has
+    /// interrupted the holder of the set's lock, or the item has an EPOLLONESHOT that has not fired. Such an
+    /// EPOLLONESHOT may fire at this moment, and would be reported twice. An EPOLLONESHOT that has fired is silent
+    /// until its EPOLL_CTL_MOD, which the library handles.
     fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
         let Some(mut set) = self.set.lock() else {
             return false;
@@ -662,7 +670,7 @@ impl EpollSet for Epoll {
     }
 
     /// Moves an item back into the kernel's set, when its socket is on plain TCP again. A disabled item is parked
-    /// instead: it is in neither set (`Item::is_parked`).
+    /// instead: it is not added to the kernel's set (`Item::is_parked`).
     fn hand_back(&'static self, index: usize, socket: &'static Socket) {
         let Some(mut set) = self.set.lock() else {
             return;
@@ -770,7 +778,7 @@ impl Set {
     }
 }
 
-/// A link to another host, and its state in a set. When this is dropped, the set's use of the link ends.
+/// A link to another host, and its state in an epoll set. When this value is dropped, the set's use of the link ends.
 pub(crate) struct Far {
     set: &'static Epoll,
     pub link: &'static Link,
@@ -788,7 +796,7 @@ pub(crate) struct Far {
 }
 
 impl Far {
-    /// Whether the kernel's set reports the next completion: the link need not be armed or polled.
+    /// Whether the kernel's set reports the next completion. If it does, the link need not be armed or polled.
     pub(crate) fn is_told(&self) -> bool {
         self.is_watched && self.news.is_armed()
     }
@@ -845,10 +853,11 @@ pub(crate) struct Links {
     pub far: Vec<Far>,
     /// The index in `far` at which the next check begins.
     pub next: usize,
-    /// Links of `far` that had data in the present harvest (`Wait::harvest`). Empty between harvests.
+    /// Links of `far` that had data in the harvest that runs now (`Wait::harvest`, which collects ready items). Empty
+    /// between harvests.
     pub spoke: Vec<&'static Link>,
-    /// The value of the service thread's `taken_back` before the last sleep: how often it has begun to handle
-    /// completions of a link.
+    /// How often the service thread had begun to handle completions of a link, before the last sleep on the set
+    /// (`Mailbox::taken_back`).
     taken_back: u32,
     /// The service thread handles completions of all links, and the kernel's set has none of their descriptors.
     pub are_left: bool,
@@ -864,8 +873,8 @@ impl Links {
         };
         if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
             && let Some(pin) = Pin::new(link)
-            // Checked once the link is pinned. The service thread first takes a link down, then removes it from all
-            // sets. So the service thread finds this entry, or this check finds the link dead.
+            // The link is pinned before this check. The service thread first takes a link down, then removes it from
+            // all sets. So the service thread finds this entry, or this check finds the link dead.
             && link.is_alive()
         {
             let mut far = Far {
@@ -909,20 +918,20 @@ impl Links {
 }
 
 /// The upper 34 bits of all keys. No pointer begins with these bits, since such an address would not be canonical, and
-/// no small number does. A program's random data begins with them with a probability of 2^-34.
+/// no small number begins with them. A program's random data begins with them with a probability of 2^-34.
 const OURS: u64 = 0x2_d785_3e71;
-/// The number of bits of the owner's process id, below the prefix (Linux has none above 2^22).
+/// The number of bits of the owner's process id, which follows the prefix `OURS` (Linux has no id above 2^22).
 const OWNER_BITS: u32 = 22;
-/// The number of bits of the tag, which are the lowest. Tag 0 stands for the owner's bell, any other tag for one of its
-/// links.
+/// The number of bits of the tag, the lowest bits of a key. Tag 0 stands for the owner's bell, any other tag for one of
+/// the owner's links.
 const TAG_BITS: u32 = 8;
 
 /// The number of tags for links, which is also the mask of a tag's bits. Several links may share a tag.
 const LINK_TAGS: u32 = (1 << TAG_BITS) - 1;
 
-/// Returns the key of this process: the data of its bells in a kernel's set, with the tag 0. The data of one of its
-/// links has the tag [of its slot](tag_of) in addition. By these data the library finds its own fds in a result and
-/// removes them, so that the program never sees one.
+/// Returns the key of this process, with which its bells are registered in a kernel's set. The key has the tag 0. The
+/// completion descriptor of a link is registered with the key and the link's [tag](tag_of). By these data the library
+/// finds its own fds in a result and removes them, so that the program never sees one.
 ///
 /// All holders of a set share one kernel object: fork children, the programs that they execute, and receivers of its
 /// fd. So a process may find library fds of another process in a set. It recognises them by the prefix of their data.
@@ -957,7 +966,8 @@ impl Named {
         *self == Self::default()
     }
 
-    /// Whether the link with this slot may have been reported; another link may have the same tag.
+    /// Whether the link with this slot may have been reported. Another link with the same tag may have been reported
+    /// instead.
     pub(crate) fn has(&self, slot: u32) -> bool {
         let tag = tag_of(slot);
         let word = self.0.get(tag as usize / 64);

@@ -32,8 +32,8 @@ pub(crate) fn register(at_exit: extern "C" fn()) {
     }
 }
 
-/// Runs before a fork. Counts the child as a holder of each connection. Until the fork is done, no private fd is made
-/// or moved (`Settled`).
+/// Runs before a fork. Counts the child as a holder of each connection. Until the fork is done, other threads make and
+/// move no private fd (`Settled`).
 pub(crate) extern "C" fn prepare() {
     if vfork::is_child() {
         return;
@@ -55,7 +55,7 @@ fn count_holders() {
     let mut wants_button = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
         // The child may consume an event of a shared epoll set that was meant for this process, and then wakes this
-        // process by the button. The doorbell also shows this process when a child that holds sockets is gone.
+        // process by the button. The doorbell also reports to this process that a child that holds sockets is gone.
         wants_button |= matches!(entry, Entry::Epoll(_) | Entry::Socket(_));
         if let Entry::Socket(socket) = entry
             && socket.numbers.fd.load(Acquire) == fd
@@ -68,7 +68,7 @@ fn count_holders() {
     });
     // An epoch is a number that grows with each fork. The new epoch begins after the child was counted as a holder of
     // every socket in the table. Another thread may open a socket between here and the fork. The child gets that socket
-    // too, so `hold_uncounted` marks the sockets that were not counted as shared.
+    // too, so `hold_uncounted` marks as shared each socket that was not counted.
     let epoch = holders::begin_epoch();
     if wants_button {
         holders::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
@@ -82,7 +82,7 @@ pub(crate) extern "C" fn parent() {
         holders::end_fork();
         Settled::end();
         hold_uncounted();
-        // Ends that epoch: the child does not have sockets that are opened from here on.
+        // Ends the epoch that `count_holders` began: the child does not have sockets that are opened from here on.
         holders::begin_epoch();
     }
 }
@@ -90,7 +90,8 @@ pub(crate) extern "C" fn parent() {
 /// Makes a child by `call`, and runs the fork handlers before and after it. For calls at which libc runs no handler of
 /// `pthread_atfork`. `call` returns the child's id, 0 in the child, or a negative value on failure.
 pub(crate) fn around(call: impl FnOnce() -> isize) -> isize {
-    // The handlers are registered with the first instance. Before that, the library has nothing that a fork concerns.
+    // The handlers are registered with the first instance. Before that, the library has no object that a fork has to
+    // change.
     if !REGISTERED.load(Acquire) {
         return call();
     }
@@ -116,8 +117,8 @@ fn hold_uncounted() {
 
 /// Runs after a fork, in the child.
 pub(crate) extern "C" fn child() {
-    // If `prepare` has not run for this fork, there is nothing to do: libc ran no handlers, or the forking process only
-    // borrows the library's memory (`vfork`).
+    // If `prepare` has not counted this fork (`begin_fork`), there is nothing to do. That is so if libc ran no
+    // handlers, or if the forking process only borrows the library's memory (`vfork`).
     if !holders::is_forking() {
         return;
     }
@@ -190,8 +191,8 @@ unsafe fn begin_anew() {
     Library::forget();
 }
 
-/// Forgets the stream and the fds of one socket. The stream is the parent's. The fds are those that the table has, from
-/// which `begin_anew` reads them afterwards.
+/// Forgets the stream and the fds of one socket. The stream is the parent's. `begin_anew` then reads the child's fds of
+/// the socket from the table.
 ///
 /// # Safety
 /// In a fork child only, before any other use of the socket.
@@ -223,8 +224,8 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.told.shown.store(false, Relaxed);
     socket.promotion.adopted.store(false, Relaxed);
     socket.promotion.asked.store(false, Relaxed);
-    // If the parent's program has closed a connection that the library still has to finish, only the parent finishes
-    // it.
+    // If the program has closed a connection that the library still has to finish, the parent finishes it, and the
+    // child does not.
     socket.numbers.left_behind.store(false, Relaxed);
     socket.numbers.closed.reset(socket::closed::OPEN);
     socket.numbers.orphaned.store(false, Relaxed);
@@ -244,8 +245,8 @@ pub(crate) fn reclaim(socket: &'static Socket) {
 fn reclaim_slow(socket: &'static Socket) {
     let errno = errno::get();
     if !socket.promotion.holders.await_return() {
-        // The owner may still write a marker, or data may be on the link. To continue on TCP would leave a gap in the
-        // data, which is worse than a reset.
+        // The owner may still write a marker, or data may be on the link. If this process continued on TCP, the data
+        // would have a gap, which is worse than a reset.
         tracing::warn!(target: "rdmasock", slot = socket.slot, "the process that has it on a link does not answer, or was killed: reset");
         reset::reset_after_unsent(socket);
     }

@@ -1,10 +1,10 @@
 //! Notification of readiness, for epoll, poll, select and blocking calls.
 //!
 //! A socket's `Interest` lists the epoll sets and threads that wait for the socket. This module changes that list. It
-//! also sets the *wake-up words* of the socket's rings: such a word has *bits* that name the waiter of this process
-//! which the peer has to notify, and to write them is to *arm* the word. It also polls the kernel's TCP socket (the
-//! anchor), and adds it to the service thread's epoll set. The present readiness of a socket is computed in
-//! `polling/readiness`.
+//! also sets the *wake-up words* of the socket's rings. The *bits* of such a word name a waiter of this process, and
+//! the peer notifies that waiter. To *arm* the word is to write bits into it. This module also polls the kernel's TCP
+//! socket (the anchor), and adds the anchor to the service thread's epoll set. The present readiness of a socket is
+//! computed in `polling/readiness`.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -34,8 +34,7 @@ pub(crate) fn progress(socket: &Socket) -> bool {
     socket.link().is_some_and(Link::progress)
 }
 
-/// Writes `bits` into the ring's wake-up word for data. Returns true if there is data already, or if the ring is
-/// invalid.
+/// Writes `bits` into the ring's wake-up word for data. Returns true if the ring has data already, or is invalid.
 pub(crate) fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool {
     match consumer.arm_data(bits) {
         Ok(armed) => {
@@ -111,7 +110,8 @@ pub(crate) fn among_markers(socket: &Socket) -> Option<u32> {
     }
 }
 
-/// Wakes the waiters of the peer that `wake` names: bits that were taken out of a wake-up word of the socket.
+/// Wakes the waiters of the peer that `wake` names. `wake` holds the bits that were taken out of a wake-up word of the
+/// socket's ring.
 #[inline]
 pub(crate) fn notify_peer(socket: &Socket, wake: Wake) {
     if !wake.is_none()
@@ -148,19 +148,20 @@ pub(crate) fn tell_onlookers(socket: &'static Socket) {
     }
 }
 
-/// Moves the socket back into the kernel's set, in each epoll set that has the socket.
+/// Moves the socket's items back from the library's list into the kernel's set, in each epoll set that has the socket.
 pub(crate) fn hand_back(socket: &'static Socket) {
     for m in socket.wakes.members() {
         m.epoll.hand_back(m.item, socket);
     }
 }
 
-/// The bits for the wake-up words of one socket. 0 names no waiter.
+/// The bits to write into the wake-up words of one socket. 0 names no waiter.
 struct Attention {
-    /// For the waiter of the only epoll set, or else for the service thread.
+    /// Names the waiter of the socket's epoll set. Names the service thread if the socket has several sets, if several
+    /// threads sleep, or if the peer cannot wake the set's waiter or the only sleeping thread.
     sets: u32,
-    /// For the only sleeping thread, if it waits for data. For the service thread if several threads sleep, or if the
-    /// peer cannot wake the only one.
+    /// Names the only sleeping thread, if that waits for data. Names the service thread if several threads sleep, or if
+    /// the peer cannot wake the only one.
     data: u32,
     /// As `data`, for a thread that waits for space.
     space: u32,
@@ -182,7 +183,7 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
         _ => (service, service, service),
     };
     if sets == service {
-        // Set before the peer can find the service thread's bits in a wake-up word.
+        // `Epoll::served` is set before the peer can find the service thread's bits in a wake-up word.
         interest.members.iter().for_each(|m| m.epoll.be_served());
     }
     Attention { sets, data, space }
@@ -251,10 +252,11 @@ pub(crate) fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut 
         let is_new = std::mem::replace(&mut rx.own.bits, new.sets) != new.sets;
         changed |= is_new;
         if let Some(consumer) = rx.consumer.as_mut() {
-            // If data was there before, the threads that sleep on have been notified of it, or do not wait for data.
+            // If data was there before, each thread that slept before this change has been notified of it, or does not
+            // wait for data.
             let was_there = consumer.has_data().unwrap_or(true);
-            // To arm a word only adds bits to it. So the bits of another waiter are cleared first. Otherwise the ids of
-            // two waiters would mix.
+            // `arm_data` only adds bits to the word. So the bits of another waiter are cleared first. Otherwise the ids
+            // of two waiters would mix.
             consumer.disarm_data(if is_new { u32::MAX } else { SLEEPER_MASK });
             if new.data != 0 {
                 point!("interest: the peer is to tell nobody");
@@ -271,19 +273,19 @@ pub(crate) fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut 
             producer.disarm_space(if is_new { u32::MAX } else { SLEEPER_MASK });
             if new.space != 0 {
                 let has_come = producer.arm_space(new.space).unwrap_or(true) && !was_there;
-                // A direction that waits for the peer's RESUME is not in this mode, though its ring may have space.
+                // A direction that waits for the peer's RESUME is not in mode `Link`, though its ring may have space.
                 come |= has_come && socket.tx_mode.load(Acquire) == Mode::Link && wants(|s| s.space);
             }
         }
     }
-    // Waiters that were armed before may have missed a change while the words did not name them.
+    // Waiters that the words named before may have missed data or space while the words did not name them.
     //
-    // Epoll sets check the socket again if the bits for sets have changed, unless the only waiter is one that was just
-    // added: it checks by itself. A set's word is armed when the set checks the socket.
+    // If the bits for sets have changed, epoll sets check the socket again, and arm its words by that check. The
+    // exception is a single waiter that was just added, which checks by itself.
     //
-    // Sleepers are notified only if data or space has come. A sleeper that checks changes the words again. If each
-    // change woke the other sleepers, two of them would keep each other awake. Whether data or space has come is
-    // checked after every change, because each change clears the sleepers' bits and arms them again.
+    // Sleepers are notified only if data or space has come. A sleeper that wakes, checks and sleeps again changes the
+    // words again. If each change woke the other sleepers, two of them would keep each other awake. Whether data or
+    // space has come is checked after every change, because each change clears the sleepers' bits and arms them again.
     let sets_look = changed && !interest.members.is_empty() && after > usize::from(after > before);
     drop(interest);
     if sets_look || come && sleep_on > 0 {

@@ -1,5 +1,5 @@
 //! Connections that end by a reset. The TCP socket does not know of a reset that happens on the link, so this module
-//! makes it report one. Also keeps the errno that a later call has to return.
+//! makes it report one. It also keeps the errno that a later call has to return.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -13,7 +13,7 @@ use crate::sys::{sockopt, time};
 
 /// Makes the next receive fail with ECONNRESET: the peer is gone, and has left data unread or has lost data that it
 /// sent. If TCP itself has received a RST, the kernel reports it to the first call, and no error is kept here.
-/// `is_shut`: the program has shut down sending. Then HUP does not prove a RST, so the error is kept in any case.
+/// `is_shut`: the program has shut down sending. If it has, HUP does not prove a RST, so the error is kept in any case.
 pub(crate) fn report_reset(socket: &Socket, is_shut: bool) {
     let events = ready::kernel(socket, PollFlags::empty());
     if is_shut || events & libc::EPOLLHUP as u32 == 0 {
@@ -44,8 +44,8 @@ pub(crate) fn keep(socket: &Socket, error: c_int) {
     }
 }
 
-/// Returns the kept error, which the kernel does not report, and forgets it. The caller fails with this error. `None`
-/// if there is none.
+/// Returns the kept error, and forgets it. The kernel does not report this error, so the caller's call fails with it.
+/// `None` if no error is kept.
 #[cold]
 pub(crate) fn take_untold(socket: &Socket) -> Option<c_int> {
     let error = socket.take_untold()?;
@@ -87,11 +87,11 @@ fn break_off(fd: BorrowedFd<'_>) {
 
 /// Makes the TCP socket report the same as after a RST, because the peer's process has ended without reading what the
 /// link held. TCP usually shows only the end of the peer's direction. If the unread data had been in the peer's TCP
-/// socket, the peer's kernel would have sent a RST, which every call sees.
+/// socket, the peer's kernel would have sent a RST, which every call sees. `is_shut` is as for `report_reset`.
 pub(crate) fn on_reader_died(socket: &Socket, is_shut: bool) {
     let Some(fd) = socket.numbers.anchor_fd() else { return };
     let has_ended = |bits: c_int| ready::kernel(socket, PollFlags::RDHUP) & bits as u32 != 0;
-    // Disconnecting would drop unread bytes of TCP. If there are any, `report_reset` is used instead.
+    // `break_off` would drop unread bytes of TCP. If there are any, `report_reset` is used instead.
     let is_read = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
     if is_shut || !is_read || !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
         return report_reset(socket, is_shut);

@@ -1,4 +1,4 @@
-//! The fd table: one atomic word for each fd, with what the library knows of it.
+//! The fd table: one atomic word for each fd, which encodes what the library knows of the file behind the fd (`Entry`).
 //!
 //! Objects are type-stable: they are recycled but never unmapped, so a pointer from the table is always valid. A caller
 //! that has taken the object's own lock reads the table again, to check whether the object is still the one behind the
@@ -46,10 +46,10 @@ pub(crate) enum Entry {
     },
 }
 
-/// How many entries may be written, from the first on. The entries above are read-only zeroes without memory, which
+/// How many entries may be written, from the first on. The later entries are read-only zeroes without memory, which
 /// mlockall(2) cannot fill with pages.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
-/// How many entries are made writable first: one page.
+/// The least number of entries that are made writable: one page.
 const FIRST: usize = 4096 / size_of::<AtomicUsize>();
 
 /// Returns the table's address. Null before [`init`], and in a child whose fork no hook has seen.
@@ -109,8 +109,9 @@ fn open(fd: usize) -> bool {
         return false;
     }
     let count = (fd + 1).next_power_of_two().max(FIRST);
-    // SAFETY: the range is whole pages from the table's beginning. The table has as many: `fd` is below ENTRIES, which
-    // is a power of two. Threads may open overlapping ranges at once, since opening only adds permissions.
+    // SAFETY: the range is whole pages from the table's beginning. The table has `count` entries: `fd` is below
+    // ENTRIES, which is a power of two. Threads may open overlapping ranges at once, since opening only adds
+    // permissions.
     let opened = unsafe { memfd::open(base.cast(), count * size_of::<AtomicUsize>()) };
     if opened.is_ok() {
         // Release: pairs with the Acquire in `is_open`, so a thread that reads the count finds the entries open.
@@ -222,12 +223,12 @@ pub(crate) fn put(fd: c_int, entry: Entry) -> Entry {
     }
 }
 
-/// Whether the table can hold an entry for `fd`: it is below the bound, and there is memory.
+/// Whether the table can hold an entry for `fd`: `fd` is below the bound, and there is memory for the entry.
 pub(crate) fn covers(fd: c_int) -> bool {
     word(fd).is_some() && is_open(fd)
 }
 
-/// Returns the entries of the fds in `range` that have one.
+/// Returns each fd in `range` that has an entry, with the entry.
 fn entries(range: std::ops::RangeInclusive<u32>) -> impl Iterator<Item = (c_int, Entry)> {
     let end = (*range.end() as usize).min(HIGHEST.load(Relaxed));
     (*range.start() as usize..=end).filter_map(|fd| {
@@ -241,7 +242,7 @@ pub(crate) fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c
     entries(range).for_each(|(fd, entry)| f(fd, entry));
 }
 
-/// Returns the lowest fd that stands for this set. `None` if the table has none.
+/// Returns the lowest fd that stands for this set. `None` if the table has no such fd.
 pub(crate) fn another_of(set: &'static Epoll) -> Option<c_int> {
     let is_it = |entry| matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set));
     entries(0..=u32::MAX).find_map(|(fd, entry)| is_it(entry).then_some(fd))
@@ -256,7 +257,7 @@ pub(crate) fn highest() -> c_int {
     HIGHEST.load(Relaxed) as c_int
 }
 
-/// Writes the first entry of a new fd, as [`put`] does.
+/// Writes the first entry of a new fd, as [`put`] does, and raises `HIGHEST` if need be.
 pub(crate) fn insert(fd: c_int, entry: Entry) -> Entry {
     if HIGHEST.load(Relaxed) < fd.max(0) as usize {
         HIGHEST.fetch_max(fd.max(0) as usize, Relaxed);

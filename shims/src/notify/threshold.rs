@@ -3,8 +3,8 @@
 //!
 //! Before a service thread exists, the calling thread checks whether the peer can have the library at all. If not, no
 //! thread is started. Even an idle second thread costs a client of small requests some 5 %: once there are two threads,
-//! the kernel counts each use of an fd, and libc's calls become cancellation points. Checks that take more than a
-//! moment are made by the service thread (`service/ask`).
+//! the kernel counts each use of an fd, and libc's calls become cancellation points. Checks that could take long are
+//! made by the service thread (`service/ask`).
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -29,8 +29,8 @@ const NOT_ESTABLISHED: u64 = 1_000_000;
 /// Delay before the next attempt when the program [asks past the hooks](is_polled_unseen) for readiness, ns.
 const POLLED_UNSEEN: u64 = 100_000_000;
 
-/// Whether the connection is in use and non-blocking, and no hook has seen the program ask for its readiness. On a link
-/// the program would not notice new data.
+/// Whether the connection is in use and non-blocking, and no hook has seen the program ask for its readiness. If such a
+/// connection were on a link, the program would not notice new data.
 pub(crate) fn is_polled_unseen(socket: &Socket) -> bool {
     socket.blocking.is_polled_unseen() && socket.promotion.progress.has_begun()
 }
@@ -54,7 +54,7 @@ pub(crate) fn worth_it(socket: &'static Socket) {
     if socket.promotion.role() == Role::Connector {
         promote(Library::get(), socket);
     } else if let Some(listener) = socket.promotion.listener() {
-        // A fork child too answers for connections that its parent accepted.
+        // A fork child also answers for connections that its parent accepted.
         listener.on_accept();
         // After a fork several processes may answer on the listener's name, so this process records that it holds the
         // connection.
@@ -85,7 +85,7 @@ fn adopt(socket: &'static Socket) -> bool {
     true
 }
 
-/// Writes the addresses into the statistics, once the connection has proved to last.
+/// Writes the connection's addresses into the statistics. To be called once the connection has proved to last.
 pub(crate) fn show_addresses(socket: &Socket) {
     if let (Some(stats), Some(fd)) = (socket.told.stats(), socket.numbers.anchor_fd()) {
         let address = |any: rustix::net::SocketAddrAny| SocketAddr::try_from(any).ok();
@@ -126,8 +126,8 @@ fn promote(library: &Library, socket: &'static Socket) {
     }
 }
 
-/// Decides without a question to the peer whether the connection has to stay on TCP for good. If so, keeps it there and
-/// returns true. Never blocks.
+/// Decides, without asking the peer, whether the connection has to stay on TCP for good. If it has to, keeps it on TCP
+/// and returns true. Never blocks.
 fn settle(library: &Library, socket: &'static Socket) -> bool {
     let Some(tuple) = tuple_of(socket) else {
         return false;

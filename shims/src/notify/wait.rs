@@ -34,9 +34,9 @@ const PARTIAL: u64 = 20_000_000;
 
 /// The state of one blocking call across its waits.
 ///
-/// On TCP, a signal handler that runs at any moment of a call ends the call, because the kernel checks for signals
-/// before each sleep. A handler may also run while a thread spins, or between two sleeps. So the library counts
-/// handlers from the beginning of the call.
+/// On TCP, a signal handler that runs at any moment of a blocking call ends or restarts the call, because the kernel
+/// checks for signals before each sleep. A handler may also run while a thread spins, or between two sleeps. So the
+/// library counts handlers from the beginning of the call.
 pub(crate) struct Patience {
     /// When the socket's time-out option ends the call. `None` before the first wait.
     deadline: Option<Deadline>,
@@ -47,8 +47,7 @@ pub(crate) struct Patience {
     /// The last wait was interrupted by a handler after which the kernel restarts a call.
     is_restarted: bool,
     /// The call has moved bytes. If a handler runs before the sleep, [`PARTIAL`] bounds the sleep. The call does not
-    /// end at once, because the kernel, with its larger buffers, would often not have waited at all, and would have
-    /// moved more bytes.
+    /// end at once: the kernel, with its larger buffers, would often have moved more bytes without a wait.
     pub is_partial: bool,
 }
 
@@ -89,8 +88,9 @@ impl Patience {
         std::mem::take(&mut self.is_restarted)
     }
 
-    /// Ends a wait that a signal handler has interrupted. `is_data`: the wait was for data, else for space. `Err` is
-    /// the errno that the call fails with. `Ok(false)` means that the call is restarted ([`Self::take_restart`]).
+    /// Decides how a call goes on after a signal handler has interrupted its wait. `is_data`: the wait was for data,
+    /// else for space. `Err` is the errno that the call fails with. `Ok(false)` means that the call is restarted
+    /// ([`Self::take_restart`]).
     #[cold]
     pub(crate) fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
         let thread = thread::current();
@@ -110,8 +110,8 @@ pub(crate) trait Wanted {
     /// True: the call waits for data. False: for space.
     const IS_DATA: bool = false;
 
-    /// Whether the condition may hold, so that the call should try again. On a link to another host only bytes count
-    /// that were already [taken in](ready::progress).
+    /// Whether the condition may hold, so that the call should try again. On a link to another host, bytes count only
+    /// once they were [taken in](ready::progress).
     fn is_worth_a_look(socket: &'static Socket) -> bool;
 
     /// Makes a last attempt before a sleep, for example to make room. Returns true if the call should try again.
@@ -127,8 +127,8 @@ pub(crate) trait Wanted {
 }
 
 /// Waits until the condition of the call may hold. The caller has checked that the call [may wait](may_wait). Returns
-/// true if the thread has not slept: the condition came while it spun, or needs no sleep. Returns false after a sleep,
-/// and if a signal handler restarts the call. `Err` is the errno that the call fails with.
+/// true if the condition came while the thread spun, or if `Wanted::avoid_sleep` returned true. Else returns false,
+/// also if the call is restarted after a signal handler. `Err` is the errno that the call fails with.
 pub(crate) fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     within(|| wait_on::<A>(socket, patience))
 }
@@ -184,7 +184,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     let waiters = &Library::get().waiters;
     let remote = socket.link().and_then(Link::remote);
     // On a link to another host, completions wake only a thread that polls the completion descriptor. That thread rings
-    // the other sleeping threads. This thread polls if no thread does.
+    // the other sleeping threads. This thread polls if no other thread does.
     let polls = remote.is_some_and(Remote::is_unpolled);
     let Some(mut lease) = Lease::new(waiters, polls) else {
         // No waiter or fd is left, so the kernel has to wake the thread.
@@ -192,8 +192,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         time::sleep(1_000_000);
         return Ok(false);
     };
-    // Whether this thread polls or stands by is decided before its sleeper is added. To arm the descriptor polls the
-    // completions once more, which would ring this thread's own bell.
+    // Whether this thread polls or stands by is decided before its sleeper is added. Arming the descriptor polls the
+    // completions once more. If the sleeper were in place, that would ring this thread's own waiter.
     let (poller, standby) = match remote.map_or(Turn::Down, |remote| remote.in_turn(lease.waiter)) {
         Turn::Polls(_) if !polls => {
             // The threads that polled have just left. This thread's waiter has a futex and no fd, so the thread cannot
@@ -208,8 +208,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     let slept = loop {
         let slept = sleep::<A>(socket, &mut lease, poller.as_ref(), deadline);
         // Takes in new data before the descriptor is armed for the next sleep, so the data does not wait for the two
-        // system calls of arming. `sleep` has removed the sleeper by now; with the sleeper in place, this would ring
-        // the thread's own bell.
+        // system calls of arming. `sleep` has removed the sleeper by now. If the sleeper were in place, this would ring
+        // the thread's own waiter.
         if poller.is_some() && slept.is_ok() {
             ready::progress(socket);
         }
@@ -252,9 +252,9 @@ fn sleep<A: Wanted>(
     // If the thread polls, the completions from before its descriptor was armed have been taken in. Later ones make the
     // descriptor readable.
     //
-    // The wake-up word is armed before the sleep flag is raised (`begin`). So a peer that finds the flag up has to wait
-    // for little more than this thread's way into the kernel. But a peer that takes the word while the flag is down
-    // does not wake the thread. So the thread checks two things before it sleeps:
+    // The wake-up word is armed before the sleep flag is raised (`begin`). So a peer that finds the flag raised waits
+    // for little more than this thread's way into the kernel. But a peer that takes the word while the flag is not
+    // raised does not wake the thread. So the thread checks two things before it sleeps:
     // - Whether the condition holds: a peer that took the word has published its bytes or space before.
     // - Whether the word still names the thread: another thread may have consumed those bytes by now, and without the
     //   word later bytes would wake no thread.
@@ -272,7 +272,7 @@ fn sleep<A: Wanted>(
     slept
 }
 
-/// A waiter, held for the time of one sleep.
+/// A waiter that a thread holds for the time of one sleep.
 struct Lease<'a> {
     waiters: &'a Waiters,
     waiter: WaiterId,
@@ -346,8 +346,8 @@ pub(crate) struct Sleeper {
 }
 
 impl Sleeper {
-    /// Adds the waiter to the socket's sleepers. It is woken when bytes can be read (if `data`), or when bytes can be
-    /// sent (if `space`).
+    /// Adds the waiter to the socket's sleepers. The waiter is woken when bytes can be read (if `data`), or when bytes
+    /// can be sent (if `space`).
     pub(crate) fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
         change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
         Self { socket, waiter }
@@ -467,7 +467,7 @@ fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<b
         n if n < 0 => {
             let error = errno::get();
             // If `thread.handlers()` has changed, the library itself has called the signal handler and knows the
-            // signal. Then the caller decides whether the call restarts (`Patience::interrupt`).
+            // signal. In that case the caller decides whether the call restarts (`Patience::interrupt`).
             let restart =
                 error == libc::EINTR && timeout.is_none() && thread.handlers() == handlers && are_calls_restarted(0);
             if restart { Ok(false) } else { Err(error) }
@@ -480,7 +480,7 @@ fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<b
 /// whose handler has run.
 ///
 /// If `handled` is 0, the handler was one that the library does not call (`process/sigaction`), and its signal is
-/// unknown. Then every handler must have SA_RESTART. Signals that the processor raises do not count, because a sleeping
+/// unknown. Then every handler must have SA_RESTART. Signals that the processor raises are left out, because a sleeping
 /// thread does not get them (Rust's runtime installs handlers for some).
 #[cold]
 fn are_calls_restarted(handled: u64) -> bool {
@@ -516,8 +516,9 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// Records that the thread is about to sleep as `waiter` in `call`. `stream`: the slot of the call's stream, if it
-    /// is about one. `unread`: bytes of a sender that its reader has not read.
+    /// Records that the thread is about to sleep as `waiter` in `call`. `stream`: the slot of the call's stream; `None`
+    /// for a call on a list of fds or an epoll set. `unread`: how many bytes of a sender its reader has not read; 0 for
+    /// other calls.
     pub(crate) fn begin(waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
         let (page, thread) = (Library::get().stats, thread::current().tid());
         if let Some(sleeper) = page.sleeper(waiter.0) {
@@ -535,7 +536,8 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        // A fork may have interrupted the sleep. In the child the record belongs to the parent's thread.
+        // A fork may have interrupted the sleep. In the child this value still names the parent's thread, which ends
+        // the record itself.
         let is_ours = thread::current().tid() == self.thread;
         if is_ours && let Some(sleeper) = self.page.sleeper(self.waiter.0) {
             sleeper.end(self.thread);
@@ -554,7 +556,8 @@ pub(crate) fn is_quick(socket: &Socket, flags: c_int) -> bool {
             && !socket.promotion.holders.may_be_several()
 }
 
-/// Returns how long a call may wait now, to receive (`data`) or to send. `None`: the call may not wait.
+/// Returns how long a call may wait now, to receive (`data`) or to send. `None` if the socket has O_NONBLOCK, so the
+/// call may not wait.
 ///
 /// Another process that holds the socket can change O_NONBLOCK and the time-outs without a hook of this process. So the
 /// kernel is asked before each sleep. While this process is the only holder, the answer is kept until the program sets
@@ -593,7 +596,7 @@ fn time_of_call(socket: &Socket, data: bool) -> Option<Timeout> {
     })
 }
 
-/// Returns the value of a time-out option, ns; 0: no bound.
+/// Returns the value of a time-out option, ns; 0 if the option sets no bound, or cannot be read.
 fn option_timeout(fd: BorrowedFd<'_>, option: sockopt::Timeout) -> u64 {
     let bound = sockopt::socket_timeout(fd, option).ok().flatten();
     bound.map_or(0, |bound| u64::try_from(bound.as_nanos()).unwrap_or(u64::MAX))

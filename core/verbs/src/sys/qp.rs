@@ -150,8 +150,8 @@ impl Qp {
             }
         };
         let mut bad = null_mut();
-        // SAFETY: the queue pair lives. The request and its list are read only during the call, and the piece is valid
-        // by this function's contract.
+        // SAFETY: the queue pair lives. The provider keeps no pointer to the request or to its `sg_list`, and the piece
+        // is valid by this function's contract.
         unsafe {
             let post = (*(*self.ptr.as_ptr()).context)
                 .ops

@@ -421,8 +421,8 @@ call! {
                 .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
         };
         let Some(mut array) = array else {
-            // Control data asks for a service that only the kernel has. Without control data, the address of the
-            // message or its list of buffers is one that the kernel has to judge (`plausible`, `Iov::many`).
+            // Control data asks for a service that only the kernel has. The other cases are left to the kernel to
+            // refuse: no memory can be where the message lies, or `Iov::many` does not take its buffers.
             return send_what_there_is(socket, fd, flags, &kernel);
         };
         // SAFETY: the cursor is over the program's buffers.

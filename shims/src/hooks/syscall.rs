@@ -103,7 +103,8 @@ const SERVED: [&[(c_long, Handler)]; 3] = [CALLS, OTHERS, super::memory::MEMORY]
 
 // The functions that a row of the table names as `WAY`. Each decides for one call by number whether the hook serves it
 // (`served`), or the system call is made as it is (`plain`). They differ in three points: whether the fd table must
-// have an entry for the call's fd, whether the call may wait for a link, and whether it changes the library's tables.
+// have an entry for the call's fd, whether the call may wait until a link has bytes or room, and whether it changes the
+// library's tables.
 
 /// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
 const CANCEL_DISABLE: c_int = 1;
@@ -112,14 +113,14 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
 }
 
-/// Serves a call that never waits for a link. It is served in any process, also one that the library's tables do not
-/// describe.
+/// Serves a call that never waits until a link has bytes or room. The call is served in any process, also one that the
+/// library's tables do not describe.
 fn direct(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     served()
 }
 
-/// Serves a call that may wait for a link. Such a wait is a cancellation point, as in libc's functions, but `syscall`
-/// is none. So cancellation is disabled meanwhile.
+/// Serves a call that may wait until a link has bytes or room. Such a wait is a cancellation point, as in libc's
+/// functions, but `syscall` is none. So cancellation is disabled meanwhile.
 fn waits(_first: usize, served: impl FnOnce() -> c_long, _plain: impl FnOnce() -> c_long) -> c_long {
     let mut before = 0;
     // SAFETY: async-signal-safe in glibc; the state is this thread's own.
@@ -272,7 +273,7 @@ fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
 
 // System calls that differ from libc's functions in their arguments, or in the values that they leave in them.
 
-/// The numbers of these system calls, and of fork, clone and clone3, each with its handler.
+/// The numbers of these system calls, and of exit_group, io_uring_setup, fork, clone and clone3, each with its handler.
 const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_preadv2, preadv2),
     (libc::SYS_pwritev2, pwritev2),

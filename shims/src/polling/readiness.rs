@@ -115,8 +115,9 @@ fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         }
     }
     let bits = rx.own.bits;
-    // On a link between hosts: `waits` if the link may bring more bytes, in which case bytes in TCP belong to the
-    // marker RESUME; `goes_on` if the link brings no more bytes, and the stream goes on in TCP.
+    // `waits`: this is a link between hosts that may bring more bytes; bytes in TCP then belong to the marker RESUME.
+    // `goes_on`: this is a link between hosts that brings no more, and the next bytes come by TCP. Within a host both
+    // are false.
     let waits = rx.behind == Behind::Link;
     let goes_on = rx.behind == Behind::Tcp;
     let Some(consumer) = rx.consumer.as_mut() else {

@@ -173,7 +173,8 @@ enum Inside {
 
 /// Finds out where the calls are that began before the close and have not returned. First publishes `what`, a value of
 /// [`closed`], so that each of these calls sees it when it returns. If there is no such call, sets the word back to
-/// `closed::OPEN`, its value in an object that is not in use: the caller ends the connection at once.
+/// `closed::OPEN`, since no call has to see it, and the caller ends the connection at once. If the result is
+/// `Inside::Interrupted`, nothing was published.
 fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
     let sleeps = socket.wakes.interest.lock().map(|i| !i.sleepers.is_empty());
     let (Some(sleeps), Some(rx), Some(tx)) = (sleeps, socket.rx.lock(), socket.tx.lock()) else {

@@ -36,7 +36,7 @@ const COUNT: usize = 65;
 const IS_TOLD: usize = 1 << 63;
 /// The first real-time signal. Real-time signals are queued: a signal that is sent again would come after later ones.
 const QUEUED: c_int = 32;
-/// The highest value that is not a handler's address: SIG_DFL, SIG_IGN, or SIG_HOLD.
+/// The highest of the values SIG_DFL, SIG_IGN and SIG_HOLD, which stand for no handler's address.
 const NO_HANDLER: usize = 2;
 
 /// For each signal, the program's handler that `machine::enter` calls. A word may be left from a handler that was

@@ -3,7 +3,7 @@
 //!
 //! A doorbell is a pair of connected AF_UNIX SEQPACKET sockets over which no byte is ever sent. To press the button is
 //! `shutdown(SHUT_WR)`. The first press makes the other end, the doorbell, readable for good (end of file). Each
-//! further press wakes the threads that poll the doorbell again: the kernel calls the `sk_state_change` of that socket
+//! further press wakes the threads that poll the doorbell again: the kernel calls the doorbell's `sk_state_change`
 //! whether its state changes or not. So an edge-triggered registration reports each press. A shutdown has advantages
 //! over an eventfd, a pipe, or a byte through a socket:
 //!
@@ -60,7 +60,7 @@ impl Button {
     }
 }
 
-/// Does what [`Button::press`] does, for a button of which the caller has only the fd.
+/// Does what [`Button::press`] does, for a caller that has only the button's fd.
 pub fn press(button: BorrowedFd<'_>) {
     // An error is ignored: if the doorbell is closed, no thread waits for it.
     let _ = rustix::net::shutdown(button, Shutdown::Write);

@@ -48,7 +48,7 @@ pub(crate) fn free_port() -> u16 {
 fn a_child_that_does_not_end_fails() {
     in_child_within(1, || {
         loop {
-            // SAFETY: waits for a signal.
+            // SAFETY: pause() only waits for a signal.
             unsafe { libc::pause() };
         }
     });

@@ -119,8 +119,8 @@ pub(crate) trait Wanted {
         false
     }
 
-    /// Returns how many sent bytes the reader is not known to have read. `None` if the call does not wait for a reader,
-    /// as a receive does not.
+    /// Returns how many sent bytes the reader may not have read yet. `None` if the call waits for no reader, as a
+    /// receive does.
     fn unread(_: &'static Socket) -> Option<u64> {
         None
     }

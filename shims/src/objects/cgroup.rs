@@ -1,13 +1,13 @@
 //! How much memory rings may take where a control group limits the process's memory (cgroups(7), versions 1 and 2). The
 //! kernel charges a page of a ring to the process that touches it first. If a group exceeds its limit, the kernel kills
-//! a process of the group. The service thread reads the group's files and stores how many bytes rings may take. Calls
-//! of the program take from that number. Limits of the address space are checked elsewhere
+//! a process of the group. The service thread reads the group's files and stores how many bytes rings may take. A ring
+//! that grows, or a send buffer, takes its bytes from that number. Limits of the address space are checked elsewhere
 //! ([`has_few_addresses`](crate::objects::link::has_few_addresses)).
 //!
 //! Half of the group's limit is left to the program. The bytes in use are subtracted from the other half, and rings may
-//! take half of the remainder. The service thread reads the files when a ring grows, and then every second until no
-//! ring is large. Each time rings may take half of what is left then. Pages of files do not count as used, since the
-//! kernel can reclaim them.
+//! take half of the remainder: (limit / 2 - used) / 2. The service thread reads the files at its start, when a ring
+//! grows, and then every second until no ring is large. Each reading replaces the stored number. Pages of files do not
+//! count as used, since the kernel can reclaim them.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -19,11 +19,11 @@ use crate::objects::mailbox::Command;
 
 /// Bytes that rings may still take before the service thread reads the files again; `u64::MAX` without a limit.
 static LEFT: AtomicU64 = AtomicU64::new(u64::MAX);
-/// A ring was refused memory since the service thread last read the files.
+/// Whether a ring was refused memory since the service thread last read the files.
 static IS_SHORT: AtomicBool = AtomicBool::new(false);
 
-/// For cgroup versions 2 and 1: the mount point, the files for the limit and the usage, and the prefix of the names in
-/// memory.stat.
+/// At index 0 for cgroup version 2, at index 1 for version 1: the mount point, the names of the files with the limit
+/// and the usage, and the prefix of the names in memory.stat.
 const VERSIONS: [(&str, [&str; 2], &str); 2] = [
     ("/sys/fs/cgroup", ["memory.max", "memory.current"], ""),
     (
@@ -33,7 +33,8 @@ const VERSIONS: [(&str, [&str; 2], &str); 2] = [
     ),
 ];
 
-/// Takes `bytes` for a ring. False if fewer are left: then the ring keeps its size.
+/// Subtracts the `bytes` of a ring or send buffer from the bytes that rings may still take. False, without a change, if
+/// fewer are left.
 pub(crate) fn take(bytes: u64) -> bool {
     let without = |left: u64| match left {
         u64::MAX => Some(left),
@@ -47,13 +48,14 @@ pub(crate) fn take(bytes: u64) -> bool {
     is_taken
 }
 
-/// Returns `bytes` that [`take`] has taken for a ring that could not be offered.
+/// Adds `bytes` to what rings may still take. [`take`] has subtracted them, for a ring that then could not be offered
+/// to the peer.
 pub(crate) fn give_back(bytes: u64) {
     let with = |left: u64| (left != u64::MAX).then(|| left.saturating_add(bytes));
     let _ = LEFT.fetch_update(AcqRel, Acquire, with);
 }
 
-/// Returns whether rings may still take `bytes`, without taking them.
+/// Returns whether rings may still take `bytes`. Subtracts nothing.
 pub(crate) fn has(bytes: u64) -> bool {
     LEFT.load(Acquire) >= bytes
 }
@@ -82,7 +84,8 @@ fn left(root: &str) -> Option<u64> {
         Some((VERSIONS.get(version)?, path))
     });
     let dirs = paths.flat_map(|(version, path)| {
-        // The last path is the mount point itself, which in a container may be the process's own group.
+        // The last path is empty and stands for the mount point itself. In a container that may be the process's own
+        // group.
         let above = std::iter::successors(Some(path.trim_end_matches('/')), |path| Some(path.rsplit_once('/')?.0));
         above.map(move |path| (version, path))
     });

@@ -4,7 +4,10 @@
 //! parents share with their children.
 //!
 //! The *owner*, one of the holders, may have the stream on a link, which the other holders cannot use. Flags beside the
-//! count carry their request for the stream and the owner's answer. The work at a fork itself is in `notify::fork`.
+//! count carry their request for the stream and the owner's answer.
+//!
+//! An *epoch* is a number that grows with each fork. Each socket is recorded with the epoch in which the program got
+//! it: the children of earlier forks cannot have inherited it. The work at a fork itself is in `notify::fork`.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -62,8 +65,8 @@ pub(crate) fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
-/// Begins the next epoch and returns its number. Before a fork, to be called after the child was counted as a holder of
-/// each socket.
+/// Begins the next epoch and returns its number. To be called before a fork, once the coming child is counted as a
+/// holder of each socket.
 pub(crate) fn begin_epoch() -> u32 {
     EPOCH.fetch_add(1, AcqRel) + 1
 }
@@ -114,8 +117,9 @@ fn claim() -> Option<u32> {
 }
 
 /// Counts one holder less. True if it was the last holder: the cell is then free. `is_plain`: the stream is on TCP for
-/// this holder, and stays there. Then this function also clears the cell's [`OWNED`] and [`WANTED`]. The thread that
-/// takes the stream back may call `on_returned` only after the owner has left the cell, and then finds no cell.
+/// this holder, and stays there. In that case the cell's [`OWNED`] and [`WANTED`] are cleared too. Otherwise they might
+/// stay for good: the thread that has taken the stream back may call `on_returned` only after this, and then finds no
+/// cell.
 fn leave(c: &Cell, is_plain: bool) -> bool {
     let mut gone = if is_plain { OWNED | WANTED } else { 0 };
     if c.owner.load(Acquire) == id() {
@@ -173,13 +177,15 @@ impl Holders {
         }
     }
 
-    /// Returns whether more than one process holds the socket. If the count says so, asks the kernel. A killed holder
-    /// may stay counted until the process that forked it has ended too.
+    /// Returns whether more than one process holds the socket. If the count is above 1, asks the kernel. The kernel
+    /// shows only whether the owner is gone, or whether all of the owner's children are. So a killed holder may stay
+    /// counted while others live.
     pub fn are_several(&self) -> bool {
         is_noted(STRANGER) || self.may_be_several() && !self.is_alone()
     }
 
-    /// Returns whether the kernel says that the other holders are gone, and then removes them from the count.
+    /// Asks the kernel which other holders are gone, and removes those from the count. True if this process is then the
+    /// only holder.
     #[cold]
     fn is_alone(&self) -> bool {
         if is_noted(LOST) {
@@ -188,7 +194,7 @@ impl Holders {
         let born = self.born.load(Acquire);
         let Some(c) = self.counted() else {
             // The holders are not counted. If the program got the socket in this process, all other holders descend
-            // from it.
+            // from this process.
             return born >= BIRTH.load(Acquire)
                 && are_children_gone(born)
                 && self.at.compare_exchange(u32::MAX, 0, AcqRel, Relaxed).is_ok();
@@ -207,8 +213,8 @@ impl Holders {
     }
 
     /// Counts this process out of the holders. True if it was the last holder. `is_plain`: the stream is on TCP in this
-    /// process. If not, `OWNED` stays set. If this process is the owner, the other holders then wait in vain for bytes
-    /// that may be on its link.
+    /// process. If it is not, `OWNED` stays set. If this process is the owner, bytes may be on its link, and the other
+    /// holders then wait in vain for the stream.
     pub fn let_go(&self, is_plain: bool) -> bool {
         match self.at.swap(0, AcqRel) {
             0 => true,
@@ -276,13 +282,13 @@ impl Holders {
         let word = c.word.load(Acquire);
         if word & COUNT <= 1 {
             c.owner.store(id(), Release);
-            // Fails if another thread forks at the same time and has set the word first.
+            // The exchange fails if another thread forks at the same time and has set the word first.
             let _ = c.word.compare_exchange(word, FIRST | 1, AcqRel, Relaxed);
         }
         let more = |word: u32| (word & COUNT < COUNT).then(|| word + 1);
         let _ = c.word.fetch_update(AcqRel, Acquire, more);
         // The start of a promotion uses the reverse order (`service/answer.rs`): it marks the connection as busy, then
-        // reads the count.
+        // reads the count. So one of the two sees the other.
         store_load_fence();
         let is_owned = may_be_on_link();
         if is_owned {
@@ -291,15 +297,16 @@ impl Holders {
         is_owned
     }
 
-    /// Notes after a fork that parent and child hold a socket that the fork has not counted: another thread opened it
-    /// between the count and the fork. Its holders are not counted. Has no effect on a counted socket.
+    /// To be called after a fork for each socket. If the socket was not counted, because another thread opened it
+    /// between the count and the fork, marks it as held by several processes that are not counted. Has no effect on a
+    /// counted socket.
     pub fn hold_uncounted(&self) {
         let _ = self.at.compare_exchange(0, u32::MAX, AcqRel, Relaxed);
     }
 }
 
-/// Returns how many requests for streams were made so far, by all processes that share the memory. If the number has
-/// changed since the caller's last call, there is a new request.
+/// Returns how many requests for streams were made so far, by all processes that share the memory. If the result
+/// differs from that of the caller's last call, there is a new request.
 pub(crate) fn requests() -> u32 {
     cell(0).map_or(0, |c| c.word.load(Acquire))
 }
@@ -335,7 +342,7 @@ pub(crate) fn ask_owners() {
 struct Brood {
     bell: i32,
     button: i32,
-    /// The service thread polls the doorbell.
+    /// Whether the service thread polls the doorbell.
     is_polled: bool,
     /// The epoch of the last fork whose child got the button.
     until: u32,
@@ -383,8 +390,8 @@ pub(crate) fn is_forking() -> bool {
 pub(crate) fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
     let equip = || {
         let mut broods = BROODS.lock()?;
-        // While places are free, each child gets a brood of its own: the open buttons are closed first. They stay open
-        // if another thread forks too, since its child is about to get one of them.
+        // As long as more than one entry is free, each child gets a brood of its own, so the open buttons are closed
+        // first. They stay open if another thread forks too, since its child is about to get one of them.
         if FORKS.load(Acquire) == 1 && broods.iter().filter(|b| b.bell < 0).count() > 1 {
             broods.iter_mut().for_each(Brood::close);
         }
@@ -408,8 +415,8 @@ pub(crate) fn equip_child(epoch: u32, service: Option<BorrowedFd<'_>>) {
     }
 }
 
-/// Returns whether all children of forks since the epoch `since`, and their descendants, are gone. Makes one system
-/// call for each brood. False also if that is not known.
+/// Returns whether all children of the forks from epoch `since` on, and their descendants, have ended or executed
+/// another program. Makes one system call for each brood. False also if that is not known.
 fn are_children_gone(since: u32) -> bool {
     let Some(mut broods) = BROODS.lock() else { return false };
     // Checked under the lock, which `equip_child` takes too. So a fork that begins after this check gets its child's
@@ -417,7 +424,7 @@ fn are_children_gone(since: u32) -> bool {
     if is_forking() || UNEQUIPPED.load(Acquire) >= since {
         return false;
     }
-    // If no place is free, the open button is kept for the next child, which could get no other.
+    // If no entry is free, the open button is kept for the next child, which could get no other.
     let has_room = broods.iter().any(|b| b.bell < 0);
     for brood in broods.iter_mut().filter(|b| b.bell >= 0) {
         if has_room {
@@ -433,8 +440,8 @@ fn are_children_gone(since: u32) -> bool {
 }
 
 /// An ancestor process, which may have the stream of a shared socket on a link. This process has a copy of the
-/// ancestor's button. The button reports POLLHUP once the ancestor is gone, since no other process has the doorbell.
-/// Written only in a fork child, before the child has a second thread.
+/// ancestor's button. The button reports POLLHUP once the ancestor is gone, since no other process has the doorbell. An
+/// entry is written only in a fork child, before the child has a second thread.
 struct Ancestor {
     /// The value of [`id`] in the ancestor. 0: the entry is free.
     id: AtomicU32,
@@ -442,8 +449,8 @@ struct Ancestor {
     button: AtomicI32,
 }
 
-/// The known ancestors, the nearest last. If there are more than 8, the farthest are forgotten. This process then waits
-/// in vain for a stream that a forgotten ancestor has on a link.
+/// The ancestors that this process knows, the nearest last. If there are more than 8, the farthest are forgotten. This
+/// process then waits in vain for a stream that a forgotten ancestor has on a link.
 static ANCESTORS: [Ancestor; 8] = [const {
     Ancestor {
         id: AtomicU32::new(0),
@@ -536,7 +543,7 @@ unsafe fn is_there(end: i32) -> bool {
 mod tests {
     use super::*;
 
-    /// Returns the holders of a parent and of its child, for a stream that the parent had on a link at the fork.
+    /// Returns the `Holders` of a parent and of its child, for a stream that the parent had on a link at the fork.
     fn parent_and_child() -> [Holders; 2] {
         if COUNTS.load(Acquire).is_null() {
             prepare();
@@ -557,7 +564,7 @@ mod tests {
         let [parent, child] = parent_and_child();
         assert!(is_owned(&child) && child.are_several());
         assert!(!parent.let_go(true));
-        // Without effect: the parent has left the cell before.
+        // This call has no effect, since the parent has left the cell before.
         parent.on_returned();
         assert!(!is_owned(&child) && !child.are_several());
         assert!(child.let_go(false));

@@ -43,7 +43,8 @@ pub(crate) struct Library {
     pub offers: Offers,
     /// The budget for memory of the program that devices access, bytes.
     pub pinned: Budget,
-    /// The pieces of the registered allocator's memory that devices know. Their bytes count in `pinned`.
+    /// The pieces of the memory of the registered allocator (librdmasock_alloc.so) that devices know. Their bytes count
+    /// in `pinned`.
     pub arenas: Pieces,
     /// The commands for the service thread.
     pub service: Mailbox,
@@ -53,19 +54,19 @@ pub(crate) struct Library {
 pub(crate) type Build = fn() -> Option<Library>;
 
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
-/// This process, or one that it was forked from, has made an instance.
+/// Whether this process, or one that it was forked from, has made an instance.
 static HAD: AtomicBool = AtomicBool::new(false);
-/// The function that makes an instance, set by the first call of [`Library::is_on`] that needs one.
+/// The function that makes an instance, set by the first call of [`Library::is_on`] that has to make an instance.
 static BUILD: OnceRef<'static, Build> = OnceRef::new();
-/// Acceleration is off: the user has switched it off, or the instance could not be made.
+/// Whether acceleration is off: the user or `Library::retire` has switched it off, or the instance could not be made.
 static OFF: AtomicBool = AtomicBool::new(false);
 /// [`Library::retire`] was called.
 static RETIRED: AtomicBool = AtomicBool::new(false);
 
 impl Library {
-    /// Returns the instance. One exists: callers come with a socket, a link or another object that is made only after
-    /// the instance. A fork child that has no instance of its own yet makes it here, and waits for fds or memory if
-    /// there are none.
+    /// Returns the instance. There is one, since each caller has a socket, a link or another object that is made only
+    /// after the instance. The exception is a fork child with an inherited object: it makes its own instance here, and
+    /// waits for fds or memory if there are none.
     #[inline]
     pub(crate) fn get() -> &'static Library {
         Self::current().unwrap_or_else(Self::fallback)
@@ -80,8 +81,8 @@ impl Library {
         Self::current().or_else(Self::make)
     }
 
-    /// Returns whether connections are to be accelerated, and there is memory for it. Makes the instance by `build` if
-    /// neither this process nor one that it was forked from has made one.
+    /// Returns whether connections are to be accelerated and there is memory for that. If neither this process nor one
+    /// that it was forked from has made an instance, first makes one by `build`.
     #[inline]
     pub(crate) fn is_on(build: &'static Build) -> bool {
         !OFF.load(Relaxed) && heap::can_serve() && (HAD.load(Relaxed) || Self::begin(build))
@@ -93,7 +94,7 @@ impl Library {
         Self::ensure().is_some()
     }
 
-    /// Gives `bytes` back to the budget: memory of the registered allocator whose registrations have ended.
+    /// Gives `bytes` back to the budget, after registrations of the registered allocator's memory have ended.
     pub(crate) fn free_kept(&self, bytes: u64) {
         if bytes > 0 {
             self.pinned.give_back(bytes);
@@ -114,8 +115,8 @@ impl Library {
         OFF.store(true, Relaxed);
     }
 
-    /// Keeps all connections on TCP from now on. Connections that are on links stay there. Only the first reason is
-    /// recorded.
+    /// Keeps all connections on TCP that are there now, and all later ones. Connections that are on links stay on their
+    /// links. `REASON` keeps the first reason, and the statistics show the last one.
     pub(crate) fn keep_on_tcp(reason: Reason) {
         let _ = REASON.compare_exchange(Reason::None as u16, reason as u16, SeqCst, SeqCst);
         if let Some(library) = Self::current() {
@@ -212,10 +213,11 @@ unsafe extern "C" {
     static program_invocation_short_name: *const std::ffi::c_char;
 }
 
-/// The name that the program was called by, cut at 64 bytes. One binary may be several programs.
+/// The name that the program was called by, cut at 64 bytes. It may differ from the name of the binary, which may be
+/// run under several names.
 static PROGRAM: [AtomicU8; 64] = [const { AtomicU8::new(0) }; 64];
 
-/// Keeps the program's name, before main can write another title over it.
+/// Copies the program's name. To be called before main, which may overwrite the name with a title for ps(1).
 pub(crate) fn remember_program() {
     // SAFETY: libc sets the variable before any code of a library runs.
     let name = unsafe { program_invocation_short_name };

@@ -1,6 +1,10 @@
-//! The link object of the shims: the sockets whose streams are on the link, whether the link is up, and this end of its
-//! fabric. The fabric's end has the link's memory, and carries out most calls. Also the list of links that are up, the
-//! bounds on what a peer can make this process spend, and what epoll sets check of a link to another host.
+//! The link object of the shims. It records the sockets whose streams are on the link, and whether the link is up. Its
+//! field `end` is this process's end of the link in core. That end has the link's memory, and carries out most calls.
+//! Also the list of links that are up, the bounds on what a peer can make this process spend, and what epoll sets check
+//! of a link to another host.
+//!
+//! A *producer* writes into the rings of one of the peer's streams, a *consumer* reads the rings of one of this end's
+//! streams.
 //!
 //! Link objects are never freed. Once a link is down and has no stream, producer or [`Pin`] left, its object is reused
 //! for another link. Code that keeps a reference without one of these three may find another link in the object. At
@@ -51,8 +55,9 @@ const BUTTONS_A_STREAM: u32 = 2;
 const RINGS_A_STREAM: u64 = 4;
 const RINGS: u64 = 4;
 
-/// log2 of the factor by which the first ring between hosts is larger than within a host. Between hosts each quarter of
-/// a ring that is read costs a message, which also wakes the writer.
+/// log2 of the factor by which the first ring between hosts is larger than within a host. Between hosts the reader
+/// sends a message, which also wakes the writer, for each quarter of a ring that it has read. A larger ring needs fewer
+/// messages.
 const BETWEEN_HOSTS: u32 = 4;
 
 /// How long the cookie of a link offer is valid, ns.
@@ -111,8 +116,8 @@ pub struct Link {
     /// Counts of the checks that the peer has caused, see [`Self::judge`]. All threads write them, so they lie on other
     /// cache lines than the fields that all threads only read.
     looks: CachePadded<Looks>,
-    /// The service thread has begun to take the link's streams back to TCP, because the checks in `looks` found almost
-    /// nothing.
+    /// Whether the service thread has begun to take the link's streams back to TCP, because the checks in `looks` found
+    /// almost nothing.
     pub is_left: AtomicBool,
     /// By this end's vQPN: the slot of the stream's socket, plus one; 0 without a stream.
     sockets: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
@@ -156,7 +161,7 @@ impl Link {
         unsafe { self.stats.load(Acquire).as_ref() }
     }
 
-    /// Keeps the object the same link until [`unpin`](Self::unpin). False, without a pin, if the link is over.
+    /// Keeps the object the same link until [`unpin`](Self::unpin). False, without a pin, if the object is no link now.
     fn pin(&self) -> bool {
         let one_more = |pins| (pins & OVER == 0).then_some(pins + 1);
         self.pins.fetch_update(AcqRel, Acquire, one_more).is_ok()
@@ -197,8 +202,8 @@ impl Link {
         }
     }
 
-    /// Takes in what the peer has sent over a link to another host. True if there was anything. Within a host nothing
-    /// has to be taken in, since the peer writes into this end's memory: false.
+    /// Polls a link to another host: applies what the peer has sent, and sends what can be sent. True if there was a
+    /// completion. Within a host does nothing and returns false, since the peer itself writes into this end's memory.
     #[inline]
     pub fn progress(&self) -> bool {
         match &self.end {
@@ -224,9 +229,10 @@ impl Link {
         on_end!(self, end => end.allocate(log2))
     }
 
-    /// Offers the peer's producer a *reserve*: addresses, without memory yet, for a ring of the largest size. If the
-    /// program does not read and the ring is full, the producer moves on to the reserve, as far as its bound allows,
-    /// and provides the memory. Kernel TCP would also take megabytes in that case.
+    /// Offers the peer's producer a *reserve*: addresses, without memory yet, for a ring of the largest size. If this
+    /// end's program does not read and the ring is full, the producer moves on to the reserve, as far as its bound on
+    /// unread bytes allows. The peer's process then provides the memory. Kernel TCP would also take megabytes in that
+    /// case.
     pub fn reserve(&self, consumer: &mut Consumer) {
         let bytes = self.max_ring();
         if consumer.has_reserve() || bytes <= 1 << self.first_ring() || has_few_addresses() {
@@ -257,7 +263,7 @@ impl Link {
     }
 
     fn leave(&self, mine: Vqpn, close: impl FnOnce()) {
-        // Before `close`: afterwards the vQPN may belong to another socket.
+        // The entry is cleared before `close`: afterwards the vQPN may belong to another socket.
         if let Some(slot) = self.sockets.get(mine.0 as usize) {
             slot.store(0, Release);
         }
@@ -295,8 +301,8 @@ impl Link {
         on_end!(self, end => end.notify(wake, theirs));
     }
 
-    /// Keeps the button by which the peer's waiter `id` is woken, unless this end keeps the most buttons already. `Err`
-    /// if the peer breaks the protocol by sending it.
+    /// Keeps the button by which the peer's waiter `id` is woken, unless this end already keeps as many buttons as it
+    /// may. `Err` if the peer breaks the protocol by sending the button.
     pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Broken> {
         let local_peer = self.local_peer().ok_or(Broken)?;
         let most = BUTTONS + BUTTONS_A_STREAM * self.streams();
@@ -304,7 +310,7 @@ impl Link {
     }
 
     /// Ensures that the peer can wake this process's `waiter`: sends the peer a button for it if the peer has none.
-    /// False if no button can be made or sent now. A peer that does not keep the button sends RING instead.
+    /// False if no button can be made or sent now. A peer that does not keep the button sends the message RING instead.
     pub fn announce(&self, waiter: WaiterId) -> bool {
         if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
             // No button is needed. Between hosts this end itself wakes its waiters. Within a host a thread is woken by
@@ -333,7 +339,7 @@ impl Link {
     }
 
     /// Sends a message on the side channel, or queues it until the channel has room. Messages arrive in order, unless
-    /// the link goes down.
+    /// the link goes down. `Err` if the message is neither sent nor queued.
     pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
         match &self.end {
             AnyEnd::Shm(end) => end.outside().post(message, fds),
@@ -346,24 +352,26 @@ impl Link {
         self.local_peer().is_some_and(LocalPeer::is_overfull)
     }
 
-    /// Returns whether messages wait for room on the side channel.
+    /// Returns whether messages or requests to wake wait for room on the side channel.
     pub fn has_outbox(&self) -> bool {
         self.local_peer().is_some_and(LocalPeer::has_outbox)
     }
 
-    /// Sends queued messages, since the side channel may have room again. True if none is left.
+    /// Sends the queued messages and requests to wake, since the side channel may have room again. True if none is
+    /// left.
     pub fn flush(&self) -> bool {
         self.local_peer().is_none_or(LocalPeer::flush)
     }
 
-    /// Takes in what the peer has sent, then returns whether a stream is in the ready queue of this process's `waiter`.
+    /// Polls the link as `progress` does, then returns whether a stream is in the ready queue of this process's
+    /// `waiter`.
     pub fn has_ready(&self, waiter: WaiterId) -> bool {
         self.progress();
         self.is_queued(waiter)
     }
 
     /// Returns whether a stream is in the ready queue of this process's `waiter`. Between hosts the queue has only what
-    /// [`progress`](Self::progress) has taken in.
+    /// [`progress`](Self::progress) has applied.
     #[inline]
     pub fn is_queued(&self, waiter: WaiterId) -> bool {
         on_end!(self, end => end.has_ready(waiter))
@@ -581,8 +589,9 @@ impl Link {
         }
     }
 
-    /// Makes a link to another host, over a connected queue pair. `None` without memory for it. `other` is the other
-    /// end's introduction. `dialled` has the local and the remote address if this end has connected.
+    /// Makes a link to another host, over a connected queue pair. `None` if that fails, as a rule for want of memory.
+    /// `other` is the message by which the other end has introduced itself. `dialled` has the local and the remote
+    /// address if this end has connected.
     pub fn between_hosts(
         identity: Identity,
         pair: Pair,
@@ -605,7 +614,7 @@ impl Link {
         Some(link)
     }
 
-    /// Returns a new object, which is no link yet.
+    /// Returns a new object, which is no link yet, and adds it to the list of all objects.
     fn leak(end: AnyEnd) -> &'static Self {
         let link: &'static Self = Box::leak(Box::new(Self {
             slot: AtomicU32::new(0),
@@ -731,11 +740,11 @@ pub(crate) unsafe fn after_fork() {
     }
 }
 
-/// A pin of a link: its object does not become another link until this is dropped.
+/// A pin of a link: the link's object does not become another link until the `Pin` is dropped.
 pub(crate) struct Pin(&'static Link);
 
 impl Pin {
-    /// Pins the link; `None` if the link is over.
+    /// Pins the link; `None` if the object is no link now.
     pub(crate) fn new(link: &'static Link) -> Option<Self> {
         link.pin().then_some(Self(link))
     }
@@ -747,15 +756,16 @@ impl Drop for Pin {
     }
 }
 
-/// Keeps the rings of one stream of this end until it is dropped: they stay mapped, and no other stream gets them, even
-/// after both ends have left the stream. Also a [`Pin`] of the link. A `Held` neither reads nor writes the rings.
+/// Keeps the rings of one stream of this end until the `Held` is dropped. The rings stay mapped, and no other stream
+/// gets them, even after both ends have left the stream. A `Held` also pins the link. It neither reads nor writes the
+/// rings.
 pub struct Held {
     pin: Pin,
     mine: Vqpn,
 }
 
 impl Held {
-    /// Holds the rings of this end's stream `mine`, which this end has not closed. `None` if the link is over.
+    /// Holds the rings of this end's stream `mine`, which this end has not closed. `None` if the object is no link now.
     pub fn new(link: &'static Link, mine: Vqpn) -> Option<Self> {
         let pin = Pin::new(link)?;
         on_end!(link, end => end.hold(mine));
@@ -770,7 +780,7 @@ impl Drop for Held {
 }
 
 // Bounds on what a peer can make this process spend on a link: memory by the rings that it offers, time by the streams
-// that it queues.
+// that it queues as ready.
 
 impl Link {
     /// Sets the size of the largest ring that the peer writes into, bytes. To be called before the first stream.
@@ -880,11 +890,11 @@ pub(crate) fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer
 }
 
 /// Counts the threads that sleep on an epoll set. A set may have hundreds of links to other hosts, so a thread does not
-/// record its sleep in each of them. It counts itself in here, and the service thread reads the count.
+/// record its sleep in each link. It counts itself in the set's `Watch`, and the service thread reads the count.
 ///
-/// A thread that is about to sleep counts itself in. Then it checks whether completions of a link have begun to wake
-/// the service thread ([`Mailbox::taken_back`](crate::objects::mailbox::Mailbox::taken_back)). The service thread first
-/// subscribes to the completions, then reads the count. So one of the two sees the other.
+/// A thread that is about to sleep counts itself in. Then it checks whether completions of a link have begun again to
+/// wake the service thread ([`Mailbox::taken_back`](crate::objects::mailbox::Mailbox::taken_back)). The service thread
+/// first subscribes to the completions, then reads the count. So one of the two sees the other.
 #[derive(Default)]
 pub struct Watch {
     asleep: Presence,
@@ -910,8 +920,8 @@ impl Watch {
     }
 }
 
-/// The epoll sets that wait for completions of one link to another host: the kernel's set of each has the link's
-/// completion descriptor.
+/// The program's epoll sets that wait for completions of one link to another host. The kernel's set behind each has the
+/// link's completion descriptor. If the queue pair is *armed*, its next completion makes the descriptor readable.
 #[derive(Default)]
 pub struct Watchers {
     all: Lock<Vec<&'static Watch>>,
@@ -963,7 +973,8 @@ impl Watchers {
 pub struct News {
     /// A bit for each waiter whose ready queue may have an entry.
     queued: AtomicU64,
-    /// Whether the queue pair is armed, see [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
+    /// Whether the queue pair is armed: its next completion makes the completion descriptor readable. See
+    /// [`End::is_armed`](rdmasock_core::fabric::remote::End::is_armed).
     pub(super) armed: AtomicBool,
 }
 
@@ -1015,7 +1026,8 @@ pub(crate) fn new() -> &'static News {
     }
     let made: &'static [News; AT_A_TIME] = Box::leak(Box::new(std::array::from_fn(|_| News::default())));
     let [first, rest @ ..] = made;
-    // Without the lock the rest stays unused. In a fork child, a thread of the parent may have held it at the fork.
+    // If the lock could not be taken, the rest stays unused. In a fork child, a thread of the parent may have held the
+    // lock at the fork.
     if let Some(free) = free.as_mut() {
         **free = rest;
     }

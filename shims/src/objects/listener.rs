@@ -1,4 +1,5 @@
-//! A listening TCP socket and its service name, an abstract AF_UNIX name by which connectors ask for promotions.
+//! A listening TCP socket and its *service name*. That is an abstract AF_UNIX name, made from the port, by which
+//! connectors on the same host ask for promotions.
 //!
 //! The name lives as long as some process holds the listening socket, or a connection accepted on it. Forked workers
 //! inherit the name and a page of shared memory, in which each instance records the connections that it holds.
@@ -27,11 +28,12 @@ pub struct Listener {
     name: Lock<Option<names::Listener>>,
     /// The page that the listener shares with the forked workers that inherit it.
     holders: Lock<Option<HolderPage>>,
-    /// Number of this process's fds of the listening socket, plus its open connections that were accepted on it.
+    /// Number of this process's fds of the listening socket, plus the number of its open connections that were accepted
+    /// on that socket.
     pub fds: AtomicU32,
-    /// The service thread of this process answers on the name, or is about to.
+    /// Whether the service thread of this process answers on the name, or is about to.
     served: AtomicBool,
-    /// Connections accepted on this socket stay on TCP.
+    /// Whether connections accepted on this socket stay on TCP.
     pub keeps_on_tcp: AtomicBool,
 }
 
@@ -64,12 +66,12 @@ impl Listener {
         if let Some(mut place) = listener.name.lock() {
             *place = name;
         }
-        // Stored last: until then `retain` fails through a stale pointer to the object.
+        // Stored last. Until then `retain` returns false to a caller with a pointer from an earlier use of the object.
         listener.fds.store(1, Release);
         listener
     }
 
-    /// Returns all listeners of this process, also those that are not in use.
+    /// Returns all listener objects of this process, in use or not.
     pub fn all() -> impl Iterator<Item = &'static Self> {
         ALL.all()
     }
@@ -91,8 +93,8 @@ impl Listener {
         name.map_or(Ok(None), |name| name.accept())
     }
 
-    /// Notes that this process has accepted a connection. With the first one, the service thread begins to answer on
-    /// the names of all listeners.
+    /// Notes that this process has accepted a connection. The first such call makes the service thread answer on the
+    /// names of all listeners. If the thread cannot be started, the next call tries again.
     #[inline]
     pub fn on_accept(&'static self) {
         if !self.served.load(Acquire)
@@ -111,8 +113,8 @@ impl Listener {
         }
     }
 
-    /// Returns the instance that has recorded itself as the holder of the connection. `None` if the page has no entry
-    /// for it.
+    /// Returns the instance that has recorded itself as the holder of the connection. `None` if the shared page has no
+    /// entry for it.
     pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
         self.holders.lock()?.as_ref()?.holder(tuple)
     }
@@ -165,13 +167,14 @@ impl Listener {
     fn inherit(&self) {
         let is_used = self.fds.swap(0, AcqRel) > 0;
         self.served.store(false, Release);
-        // SAFETY: only this thread exists in the child, so no other thread holds the lock. A thread of the parent may
-        // have been changing the name at the fork. That happens only while the listener has no fd, so the child has
-        // none of its fds either, and `forget_unused` gives the name up without reading it.
+        // SAFETY: only this thread exists in the child, so no other thread holds the lock. A thread changes the name
+        // only while `fds` is 0. If a thread of the parent did so at the fork, the child has no fd of the listener
+        // either, and `forget_unused` gives the name up without reading it.
         unsafe { self.name.reset() };
         if self.holders.try_lock().is_none() {
-            // SAFETY: only this thread exists in the child. A thread of the parent was reading the page of a listener
-            // in use, or was changing the page of an unused one. The page of an unused one is leaked and not read.
+            // SAFETY: only this thread exists in the child. At the fork a thread of the parent held the lock. It was
+            // reading the page of a listener in use, or changing the page of an unused listener. The page of an unused
+            // listener is leaked and not read.
             unsafe {
                 if !is_used {
                     std::mem::forget(std::mem::take(self.holders.get_unlocked()));

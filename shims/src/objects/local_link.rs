@@ -38,7 +38,7 @@ struct Queued {
 /// The most messages that are kept for a peer that reads none. A correct peer leaves at most a few for each stream.
 const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 
-/// The size of a buffer for RING, a message with one number, bytes.
+/// The size of a buffer for RING, the message that asks the peer's service thread to wake a waiter, bytes.
 const SHORT_MESSAGE: usize = 64;
 
 /// The descriptors of one link, and the messages that wait for room on the side channel.
@@ -53,7 +53,7 @@ pub(crate) struct LocalPeer {
     buttons: Box<[AtomicI32]>,
     /// Number of buttons.
     button_count: AtomicU32,
-    /// A bit for each waiter that the peer is to be asked to wake once the channel has room.
+    /// A bit for each waiter of the peer: whether the peer is to be asked to wake it once the channel has room.
     owed: Box<[AtomicU64]>,
     /// Threads that may be using a descriptor.
     users: Presence,
@@ -86,15 +86,18 @@ impl LocalPeer {
         self.is_closed.publish(false);
     }
 
-    /// Marks the descriptors as closed in a fork child, which later closes them with the library's other fds. So a call
-    /// that the fork has interrupted uses none of them.
+    /// Marks the descriptors as closed in a fork child, which later closes them with the library's other fds. A signal
+    /// handler may have forked in the middle of a call. The call goes on in the child, and uses none of the descriptors
+    /// there.
     pub(super) fn after_fork(&self) {
         self.is_closed.publish(true);
     }
 
-    /// Calls `f`, which may use the link's descriptors; `None`, without a call, if they are closed.
+    /// Calls `f`, which may use the link's descriptors, and returns its result. `None`, without a call, if they are
+    /// closed.
     fn while_open<R>(&self, f: impl FnOnce() -> Option<R>) -> Option<R> {
-        // Either `close` sees this user, or this call sees that `is_closed` is set.
+        // Either `close` sees this user, or this call sees that `is_closed` is set. So no descriptor is closed during
+        // `f`.
         self.users.enter();
         let result = if self.is_closed.look() { None } else { f() };
         self.users.leave();
@@ -134,12 +137,12 @@ impl LocalPeer {
     }
 
     /// Sends a message on the side channel, or queues it until the channel has room. Messages arrive in order, unless
-    /// the link goes down.
+    /// the link goes down. `Err` if the message is neither sent nor queued.
     pub(super) fn post(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
-        // Not on the stack, which may be the small alternate stack of a signal handler.
+        // The buffer is not on the stack, which may be the small alternate stack of a signal handler.
         let mut buf = scratch::zeroed(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
-        // Held while sending, so that queued messages go first.
+        // The lock is held while sending, so that no message overtakes a queued one.
         let mut outbox = self.outbox.lock().ok_or(SendError::Full)?;
         let sent = if outbox.is_empty() {
             self.send_now(bytes, fds)
@@ -172,7 +175,7 @@ impl LocalPeer {
         Library::get().service.submit(Command::Outbox(self.slot.load(Relaxed)));
     }
 
-    /// Returns whether more messages wait for room than a correct peer leaves unread.
+    /// Returns whether `MAX_OUTBOX` messages wait for room, more than a correct peer leaves unread.
     pub(super) fn is_overfull(&self) -> bool {
         self.outbox.lock().is_some_and(|o| o.len() >= MAX_OUTBOX)
     }
@@ -182,7 +185,8 @@ impl LocalPeer {
         self.outbox.lock().is_none_or(|o| !o.is_empty()) || self.owed.iter().any(|word| word.load(SeqCst) != 0)
     }
 
-    /// Sends queued messages, since the side channel may have room again. True if none is left.
+    /// Sends the queued messages and requests to wake, since the side channel may have room again. True if none is
+    /// left.
     pub(super) fn flush(&self) -> bool {
         let Some(mut outbox) = self.outbox.lock() else {
             return false;
@@ -209,9 +213,10 @@ impl LocalPeer {
         true
     }
 
-    /// Keeps the button by which the peer's waiter `id` is woken, as long as the link is up. A waiter gets no second
-    /// button, so no button is closed while a thread presses it. At most `most` buttons are kept, and further ones are
-    /// dropped. `Err` if the fd is no button, there is no such waiter, or it has a button already. Service thread only.
+    /// Keeps the button by which the peer's waiter `id` is woken, as long as the link is up. A second button for a
+    /// waiter is an error: it would replace the first one, and a thread may be pressing that. At most `most` buttons
+    /// are kept, and further ones are dropped. `Err` if the fd is no button, or if the waiter does not exist, is the
+    /// service thread, or has a button already. Service thread only.
     pub(super) fn on_waiter(&self, id: u32, fd: PrivateFd, most: u32) -> Result<(), Broken> {
         let slot = self.buttons.get(id as usize).ok_or(Broken)?;
         if id == u32::from(SERVICE.0) || slot.load(Acquire) >= 0 {
@@ -225,7 +230,7 @@ impl LocalPeer {
         Ok(())
     }
 
-    /// Presses the waiter's button. False if there is none, or the link is closed.
+    /// Presses the button of the peer's `waiter`. False if there is none, or the descriptors are closed.
     fn press(&self, waiter: WaiterId) -> bool {
         let rung = self.while_open(|| {
             let fd = self.buttons.get(usize::from(waiter.0))?.load(Acquire);
@@ -248,15 +253,15 @@ impl Outside for LocalPeer {
         self.post(message, &[])
     }
 
-    /// Wakes a waiter of the peer. If this process cannot, asks the peer's service thread to do so, by RING. RING goes
-    /// ahead of queued messages, since it depends on none of them.
+    /// Wakes a waiter of the peer. If this process cannot, asks the peer's service thread to do so, by the message
+    /// RING. RING goes ahead of queued messages, since it depends on none of them.
     fn ring(&self, waiter: WaiterId, page: &FlagPage) {
         let is_woken = match waiter {
             SERVICE => false,
             polling if polling.is_polling() => self.press(polling),
             thread => page.wake(thread),
         };
-        // A service thread whose channel is full has unread messages, so it is awake already.
+        // If the channel is full, the peer's service thread has unread messages, so it is awake already.
         if is_woken || self.ask_to_wake(waiter) != Err(Errno::AGAIN) || waiter == SERVICE {
             return;
         }
@@ -267,7 +272,7 @@ impl Outside for LocalPeer {
     }
 }
 
-/// Returns why a message was not sent, by the kernel's errno.
+/// Returns the reason why a message was not sent, for the kernel's errno.
 fn send_error(errno: Errno) -> SendError {
     match errno {
         Errno::INVAL => SendError::Encoding,

@@ -66,11 +66,11 @@ pub(crate) struct Mailbox {
     pub ending: AtomicBool,
     /// Asks the thread to end, and to keep its state for the next thread.
     pub pausing: AtomicBool,
-    /// Asks the thread to send the wake-ups that senders hold back.
+    /// Asks the thread to send, after a delay, the wake-ups of peers that MSG_MORE and TCP_CORK hold back.
     pub delaying: Request,
     /// Asks the thread to maintain the links to other hosts.
     pub maintaining: Request,
-    /// How many times the thread was subscribed again to the completions of a link to another host.
+    /// How many times completions of some link to another host have begun again to wake the thread; wraps.
     pub taken_back: Published<AtomicU32>,
     /// The epoll set that the thread sleeps on.
     pub epoll: PrivateFd,
@@ -107,8 +107,8 @@ impl Mailbox {
         is_there
     }
 
-    /// Has the thread send, after a delay, the wake-ups that senders hold back. To be called by a sender that begins to
-    /// hold one back.
+    /// Has the thread send, after a delay, the wake-ups of peers that MSG_MORE and TCP_CORK hold back. To be called
+    /// when a send begins to hold a wake-up back.
     #[inline]
     pub(crate) fn delay_wake(&self) {
         if self.delaying.ask() && !self.submit(Command::DelayedWakes) {
@@ -127,7 +127,7 @@ impl Mailbox {
         }
     }
 
-    /// Returns whether the thread runs, or was marked by [`Self::claim_start`].
+    /// Returns whether the thread was started, or was marked as started by [`Self::claim_start`].
     pub(crate) fn is_started(&self) -> bool {
         self.started.load(Acquire)
     }
@@ -183,7 +183,7 @@ impl Mailbox {
 }
 
 /// Names a connection by its object and the object's generation. The object may have become another connection by the
-/// time the service thread reads the command.
+/// time the service thread reads the command, and then has another generation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ref {
     /// The slot of the connection's object.
@@ -192,15 +192,16 @@ pub(crate) struct Ref {
     pub generation: u64,
 }
 
-/// A request of a call to the service thread. A link is named by its slot or serial.
+/// What the service thread is to do. A connection is named by a `Ref`, a link by its slot or serial.
 pub(crate) enum Command {
     /// Ask the peer for a promotion: the connection has reached the threshold (connector).
     Promote(Ref),
     /// Do a task that core's connection has asked for.
     Do(Ref, Task),
-    /// Answer the ASK that waited for the program's first use of the connection, or for its close.
+    /// Answer the peer's ASK, which has waited until the program used or closed the connection.
     Used(Ref),
-    /// Find or make a link to the instance, by the peer's offer if there is one: a handshake needs it.
+    /// Find or make a link to the instance, by the peer's offer if there is one. A handshake of the connection needs
+    /// the link.
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// The thread that connects to another host's instance has ended with this result.
     Dialled(InstanceId, Result<Dialled, Errno>),
@@ -208,28 +209,29 @@ pub(crate) enum Command {
     WantBulk(u32),
     /// The thread that connects a bulk queue pair, for the link with this serial, has ended with this result.
     BulkDialled(u64, Result<Pair, Errno>),
-    /// Send the queued messages when the link's side channel has room again. Break the link off if there are too many:
-    /// its peer does not read its messages.
+    /// Send the link's queued messages when its side channel has room again. Break the link off if too many are queued,
+    /// since the peer does not read them.
     Outbox(u32),
     /// Take the link of the socket's stream down: the peer broke the protocol in the stream's memory.
     Violation(Ref),
-    /// Free the links that are down and have lost their last pin.
+    /// Free the links that are down and that no stream, producer or `Pin` holds any more.
     FreeLinks,
-    /// Check whether bytes move on the link: nearly all checks that its peer has caused found nothing.
+    /// Check whether bytes move on the link. The peer has queued many of its streams as ready, and nearly all of them
+    /// were not.
     Vain(u32),
     /// Answer on the names of all listeners: one has accepted its first connection in this process.
     Listen,
-    /// Keep the anchor of a closed connection until its last bytes are sent, and until markers that may still come have
-    /// come.
+    /// Keep the anchor of a closed connection until its last bytes are sent, and until the peer's markers that may be
+    /// on their way have come.
     Linger(Remains),
     /// Shrink rings when they are idle, and read the memory limits again: a ring has grown, or was refused memory.
     Grown,
-    /// A sender finds no room. If the reader stands still, ask for a larger ring; if `TCP_USER_TIMEOUT` bounds the
-    /// wait, leave the link.
+    /// A sender finds no room. If the reader stands still, ask the peer for a larger ring. If that does not help and
+    /// TCP_USER_TIMEOUT bounds the wait, take the stream back to TCP.
     Blocked(Ref),
     /// Check the fd of the anchor, which seems to stand for another file.
     Lost(Ref),
-    /// Send the held-back wake-ups after a delay.
+    /// Send, after a delay, the wake-ups of peers that MSG_MORE and TCP_CORK hold back.
     DelayedWakes,
     /// Maintain the links to other hosts after a delay.
     Maintain,
@@ -243,7 +245,7 @@ struct Node {
 /// A queue of commands, in order. [`Self::push`] never waits and takes no lock, since it may run in a signal handler
 /// that has interrupted another `push`. The service thread alone takes commands out, always all of them.
 ///
-/// The caller of [`Self::push`] checks next whether the service thread sleeps. The service thread announces its sleep,
+/// After [`Self::push`] its caller checks whether the service thread sleeps. The service thread announces its sleep,
 /// and then checks whether a command was added. [`Published`] makes one of the two see the other.
 #[derive(Default)]
 pub(crate) struct Queue {
@@ -297,7 +299,7 @@ struct Offer {
 }
 
 /// The open offers, and the addresses at which other hosts can make links. Calls of the program add offers, and the
-/// service thread redeems them. There are about as many offers as links that are being made.
+/// service thread redeems them. There are few offers: about as many as links that are being made.
 #[derive(Default)]
 pub(crate) struct Offers {
     made: Lock<Vec<Offer>>,
@@ -307,7 +309,7 @@ pub(crate) struct Offers {
 
 impl Offers {
     /// Makes an offer for `peer` that expires after `life` ns, and returns its cookie. `None` if the kernel gives no
-    /// random bytes, or in a signal handler that has interrupted another use of the list.
+    /// random bytes, or if a signal handler makes the call and has interrupted another use of the list.
     pub(crate) fn make(&self, peer: InstanceId, life: u64) -> Option<Cookie> {
         let cookie = Cookie::random().ok()?;
         let until = now_ns() + life;
@@ -352,7 +354,7 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// end's FIN, or markers may still come from the peer. The service thread finishes the connection (`service::watch`).
 /// The end of the process waits for that, for a bounded time.
 pub(crate) struct Remains {
-    /// A copy of the kernel's socket, which is closed when this value is dropped.
+    /// A private fd of the kernel's socket. It is closed when this value is dropped.
     pub fd: PrivateFd,
     /// The markers that may still come.
     pub awaited: Option<Awaited>,
@@ -361,7 +363,7 @@ pub(crate) struct Remains {
 }
 
 impl Remains {
-    /// Counts and returns the rest of a connection that is being closed.
+    /// Makes the value for a connection that is being closed, and counts it.
     pub(crate) fn new(fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) -> Self {
         COUNT.fetch_add(1, AcqRel);
         Self { fd, awaited, unsent }

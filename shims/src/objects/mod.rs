@@ -1,5 +1,6 @@
-//! The objects that the layers above share: the instance, its mailbox, links, listeners and sockets, and the count of
-//! processes that hold a socket.
+//! The objects that the layers above share: the instance (`library`), its mailbox and waiters, links, listeners and
+//! sockets. Also the count of the processes that hold a socket, how much memory rings may take (`cgroup`), and the
+//! program's memory that devices access (`pinned`).
 
 pub(crate) mod cgroup;
 pub(crate) mod holders;

@@ -1,5 +1,8 @@
-//! Memory of the program that a link's device accesses while a call waits. The memory is registered for that call, or
-//! stays registered because it belongs to the registered allocator (`config::arenas`).
+//! Memory of the program that a link's device accesses in a direct transfer, while a call waits. To *register* the
+//! memory gives the device access to it, and returns a key. The registration ends with the call, or lasts beyond it if
+//! the memory comes from the *registered allocator* (librdmasock_alloc.so, see `config::arenas`). That allocator's
+//! memory consists of *pieces*, each of which is registered as a whole. The *budget* bounds how many bytes are
+//! registered at a time. A *bulk queue pair* is a link's second queue pair, which carries its direct transfers.
 
 use std::sync::Arc;
 
@@ -14,14 +17,14 @@ use crate::sys::time::now_ns;
 
 /// How long a registration lasts.
 enum Kind {
-    /// For one call, which ends the registration. The number is what the registration takes of the budget, bytes.
+    /// It ends with the call. The number is what it takes of the budget, bytes.
     Own(Region, u64),
-    /// For as long as the allocator does not change its piece of memory. The reference keeps the piece in use. The
-    /// number is how many bulk queue pairs, which carry direct transfers, the link had lost when the call began.
+    /// It is the registration of a piece, and lasts beyond the call. The reference keeps the piece in use during the
+    /// call. The number is how many bulk queue pairs the link had lost when the call began.
     Kept(Option<Arc<Kept>>, u64),
 }
 
-/// A call's use of a registration, which ends when the value is dropped.
+/// The use of a registration by one call. The use ends when the value is dropped.
 pub(crate) struct Pinned {
     remote: &'static Remote,
     kind: Kind,
@@ -33,8 +36,8 @@ pub(crate) struct Pinned {
 }
 
 impl Pinned {
-    /// Registers up to `len` bytes from the beginning of `memory`, at least `least`. `None` if that is not possible:
-    /// then the bytes go through the rings. A failed registration is counted ([`Event::DirectUnpinned`]).
+    /// Registers the first bytes of `memory` for `role`: at most `len` bytes, at least `least`. `None` if that is not
+    /// possible: the bytes then go through the rings. A failed registration is counted ([`Event::DirectUnpinned`]).
     ///
     /// # Safety
     /// Until the value is dropped, the memory is the program's, and the device may access it in this role.
@@ -45,8 +48,8 @@ impl Pinned {
         least: usize,
         role: Role,
     ) -> Option<Self> {
-        // The queue pair is held until the value is dropped. Otherwise the object could become another link meanwhile,
-        // with another device.
+        // The queue pair is held until the value is dropped. Otherwise `remote` could become the end of another link
+        // meanwhile, with another device.
         if !remote.hold_pair() {
             return None;
         }
@@ -72,8 +75,8 @@ impl Pinned {
         })
     }
 
-    /// Returns whether this is a fork child that goes on with its parent's call. The child has neither the link nor the
-    /// registration.
+    /// Returns whether the calling thread is in a fork child, in which the parent's call goes on. The child has neither
+    /// the link nor the registration.
     pub(crate) fn is_of_a_parent(&self) -> bool {
         self.thread != thread::current().tid()
     }
@@ -108,7 +111,8 @@ impl Drop for Pinned {
     }
 }
 
-/// Registers memory for one call. Returns the registration with its key and its bytes.
+/// Registers memory for one call: up to `len` bytes, as far as the budget goes. Returns the registration, its key and
+/// the number of bytes. `None` if the budget has fewer than `least` bytes left, or the device refuses.
 ///
 /// # Safety
 /// The contract of [`Pinned::new`], and the caller holds the queue pair.
@@ -121,7 +125,7 @@ unsafe fn own(
 ) -> Option<(Kind, Key, usize)> {
     let (len, cost) = take_or_make_room(|budget| budget.take(len, least, arenas::limit()), len)?;
     let begun = now_ns();
-    // SAFETY: by the contract, the memory is the program's until the value is dropped, which ends the registration.
+    // SAFETY: by the contract, the memory is the program's until the `Pinned` is dropped, which ends the registration.
     let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
         Library::get().pinned.give_back(cost);
         return None;
@@ -130,10 +134,10 @@ unsafe fn own(
     Some((Kind::Own(region, cost), region.key, len))
 }
 
-/// Uses the registration of the allocator's piece in which the memory begins, for the part of the memory that lies in
-/// the piece. Only for memory that this end's device reads: if the peer's device had access, a peer that breaks the
-/// protocol could read or write the piece after the call. `None` if there is no such registration, or if that part has
-/// fewer than `least` bytes.
+/// Uses the registration of the piece in which the memory begins, and makes it first if need be. Returns it, its key,
+/// and how many of the `len` bytes lie in the piece. `None` if the memory lies in no piece, if fewer than `least` of
+/// its bytes do, or if the piece cannot be registered. Also `None` if the peer's device is to access the memory, which
+/// every role but `Source` allows. A peer that breaks the protocol could then read or write the piece after the call.
 fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<(Kind, Key, usize)> {
     if role != Role::Source {
         return None;
@@ -150,8 +154,8 @@ fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role
     Some((Kind::Kept(Some(kept), lost), key, len))
 }
 
-/// Returns the key by which the device knows a piece, and registers the piece if need be. `None` if that is not
-/// possible.
+/// Returns the key by which the device knows a piece. Registers the piece first if the device does not know it. `None`
+/// if the piece cannot be registered.
 fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
     let stats = &Library::get().stats;
     if let Some(key) = kept.key(remote) {
@@ -166,8 +170,9 @@ fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
     Some(key)
 }
 
-/// Takes bytes of the budget by `take`, and returns its result. If they are not left, ends registrations of pieces that
-/// have not been used for long, and tries once more.
+/// Returns the result of `take`, which takes bytes of the budget, or returns `None` if too few are left. In that case
+/// ends the registrations of the pieces that were unused for longest, for `bytes` bytes and a little more. If that
+/// frees any bytes, calls `take` once more.
 fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Option<T> {
     let library = Library::get();
     take(&library.pinned).or_else(|| {
@@ -178,13 +183,14 @@ fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Op
 }
 
 /// Registers the whole piece with the device. Returns the key, and whether the registration is new: false if another
-/// call has registered the piece meanwhile. `None` if the device refuses: each call then registers its own part. The
-/// budget gets `cost` back unless the registration is new and kept.
+/// call has registered the piece meanwhile. `None` if the device refuses: each call then registers only its own memory.
+/// Gives `cost` back to the budget unless the result is a new registration.
 #[cold]
 fn tell_device(remote: &'static Remote, kept: &Kept, cost: u64) -> Option<(Key, bool)> {
     let library = Library::get();
     let (memory, len) = kept.memory();
-    // The caller holds the queue pair. So the link ends only after `keep`, and its end also ends this registration.
+    // The caller holds the queue pair. So the link ends only after `keep` has recorded the registration. The link's end
+    // also ends the recorded registrations.
     let pair = remote.end().qp();
     // SAFETY: the piece is memory of the registered allocator, which never unmaps its arenas.
     let told = unsafe { pair.register(memory, len, Role::Source) };

@@ -1,6 +1,11 @@
-//! This end of a link to another host: core's engine (`End`) over a queue pair of the verbs plugin. This file has the
-//! calls by which the engine reaches the waiters of this process. It decides which threads the queue pair's completions
-//! wake, and when a transfer goes past the rings, directly between programs' memory.
+//! This process's end of a link to another host, over a queue pair of the verbs plugin. Core's engine (`End`) moves the
+//! bytes. This file has the calls by which the engine reaches the waiters of this process. It also decides which
+//! threads the queue pair's completions wake, and whether a transfer is *direct*: past the rings, between the programs'
+//! memory. Direct transfers use a second queue pair of the link, the *bulk* queue pair.
+//!
+//! If the queue pair is *armed*, its next completion makes the *completion descriptor* readable. A thread that sleeps
+//! for the link in a blocking call, poll or select *polls* the descriptor, or *stands by* and is woken by a thread that
+//! polls. A thread on an epoll set sleeps on the kernel's set, which has the descriptor.
 
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
@@ -71,8 +76,8 @@ pub(crate) fn has_few_addresses() -> bool {
         .is_some()
 }
 
-/// Returns whether a fork copies pages that a device accesses for the child, as Linux does from 5.12 on. On an older
-/// kernel the child could get the original page, and the program a copy that the device does not access.
+/// Returns whether a fork gives the child its own copy of each page that a device accesses, as Linux does from 5.12 on.
+/// On an older kernel the child could get the original page, and the program a copy that the device does not access.
 fn copies_what_is_pinned() -> bool {
     let uname = rustix::system::uname();
     let release = uname.release().to_string_lossy();
@@ -86,7 +91,7 @@ pub(super) struct Terms {
     limits: Limits,
     tuning: Tuning,
     arena_bytes: u64,
-    /// Both ends support direct transfers, which go past the rings.
+    /// Whether both ends support direct transfers, which go past the rings.
     is_direct: bool,
 }
 
@@ -101,8 +106,8 @@ impl Terms {
     pub(super) fn of(pair: &Pair, arena_bytes: u64, other: &Introduction) -> Self {
         let limits = pair.limits();
         let mut tuning = Tuning::fit(&limits);
-        // Bytes of addresses for the send buffers. They bound the buffers' memory too, since registered memory is not
-        // given back before the link ends.
+        // The send buffers get this many bytes of addresses. The number bounds the buffers' memory too, since
+        // registered memory is not given back before the link ends.
         let buffers = (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes);
         tuning.buffers = if has_few_addresses() { 0 } else { buffers };
         let zcopy = config().zcopy;
@@ -124,25 +129,26 @@ pub struct Remote {
     /// The queue pair's descriptors, for its state and for completions.
     state_fd: AtomicI32,
     completion_fd: AtomicI32,
-    /// The link is up: its queue pair may be used.
+    /// Whether the link is up, so that its queue pair may be used.
     up: Published<AtomicBool>,
     /// The data of the completion descriptor's events in the service thread's epoll set.
     token: AtomicU64,
-    /// Threads that sleep on the completion descriptor in a call of their own, and threads that stand by to do so next.
+    /// Threads that sleep for the link in a blocking call, poll or select: those that poll the completion descriptor,
+    /// and those that stand by to poll it next.
     pollers: Pollers,
     /// Epoll sets whose kernel's sets have the completion descriptor.
     pub watchers: Watchers,
     /// Threads that may be using the queue pair or its descriptors.
     users: Presence,
-    /// The queue pair is ended.
+    /// Whether the queue pair is ended.
     is_ended: Published<AtomicBool>,
-    /// Number of times that a thread has begun to poll the completion descriptor in a call of its own; wraps.
+    /// Number of times that a thread has begun to poll the completion descriptor (`in_turn`); wraps.
     sleeps: AtomicU32,
     /// The sum of `sleeps` and the epoll sets' sleeps at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
     /// How often the program's threads check the link by themselves.
     own_looks: OwnLooks,
-    /// Completions wake the service thread.
+    /// Whether completions wake the service thread.
     is_subscribed: Published<AtomicBool>,
     /// Number of epoll sets that want the service thread to be woken by completions.
     left: Published<AtomicU32>,
@@ -150,7 +156,7 @@ pub struct Remote {
     subscribing: Lock<()>,
     /// The local and the remote address if this end has connected; `None` if the peer has.
     dialled: Lock<Option<(IpAddr, SocketAddr)>>,
-    /// The link has a bulk queue pair, which carries direct transfers.
+    /// Whether the link has a bulk queue pair, which carries direct transfers.
     has_bulk: AtomicBool,
     /// When a bulk queue pair was last asked for, monotonic ns.
     wished: AtomicU64,
@@ -194,8 +200,8 @@ impl Remote {
     }
 
     /// Turns an end that was [retired](Self::retire) into the end of another link, over the connected queue pair `pair`
-    /// with equal [terms](Terms). False, and the caller keeps `pair`, if there is no memory for it, or a thread is
-    /// still about to leave the earlier link.
+    /// with equal [terms](Terms). False if there is no memory for the link, or a thread is still about to leave the
+    /// earlier link: the caller then keeps `pair`.
     pub(super) fn renew(&self, pair: &Pair) -> bool {
         let Some(layouts) = self.terms.layouts() else {
             return false;
@@ -204,8 +210,8 @@ impl Remote {
         let is_mapped = mine.map_data(&layouts[0]).is_ok() && mirror.map_data(&layouts[1]).is_ok();
         let is_renewed = is_mapped && self.end.renew(|old| old.stand_for(pair));
         if !is_renewed {
-            // SAFETY: no stream was opened on the end since its last release, so there is no cursor; it has no queue
-            // pair either.
+            // SAFETY: no stream was opened on the end since its last release, so there is no cursor. The end has no
+            // queue pair either.
             unsafe { self.end.release() };
         }
         is_renewed
@@ -287,7 +293,7 @@ impl Remote {
         unsafe { self.end.release() }
     }
 
-    /// Calls `f` with the completion descriptor, if it is still open.
+    /// Calls `f` with the completion descriptor, unless the descriptor is closed.
     pub fn while_open(&self, f: impl FnOnce(BorrowedFd<'_>)) {
         self.with_pair(|_| f(self.fd()));
     }
@@ -336,9 +342,9 @@ impl Remote {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open as long as the queue pair. `retire` ends that only when no stream or producer
-        // pins the link and `users` is empty. Callers are counted in `users`, or are the service thread, which alone
-        // calls `retire`.
+        // SAFETY: the descriptor is open as long as the queue pair. `retire` ends the queue pair only when no stream or
+        // producer pins the link and `users` is empty. Callers are counted in `users`, or are the service thread, which
+        // alone calls `retire`.
         unsafe { BorrowedFd::borrow_raw(self.completion_fd.load(Acquire)) }
     }
 }
@@ -346,7 +352,7 @@ impl Remote {
 /// Least time between two requests for a bulk queue pair, ns.
 const WISH_EVERY: u64 = 500_000_000;
 
-/// In a direct transfer: how long the peer's end may take to answer, and for how long this end polls for the answer
+/// For `Remote::await_word`: how long the peer's end may take to answer, and for how long this end polls for the answer
 /// without a pause, ns.
 const WORD_WITHIN: u64 = 200_000_000;
 const SPINS_FOR: u64 = 100_000;
@@ -359,7 +365,7 @@ impl Remote {
         self.terms.is_direct
     }
 
-    /// Returns the least size of a direct transfer that pays, bytes.
+    /// Returns the least number of bytes in one buffer of a send or receive for which a direct transfer pays.
     pub fn direct_min(&self) -> usize {
         ways::least_piece(config().zcopy)
     }
@@ -370,9 +376,9 @@ impl Remote {
         ways::threshold(config().zcopy, &self.costs, is_registered)
     }
 
-    /// Waits until `is_there` returns true: the peer's end has answered, for which it does not need its program. After
-    /// `WORD_WITHIN`, which is longer than any live end needs, gives up the bulk queue pair. The device then cannot
-    /// access the memory any more.
+    /// Waits until `is_there` returns true, which means that the peer's end has answered, or until the link is down.
+    /// The peer's end needs no call of its program to answer. After `WORD_WITHIN`, which is longer than any live end
+    /// needs, gives up the bulk queue pair. The devices then cannot access the memory any more.
     #[cold]
     pub fn await_word(&self, is_there: impl Fn() -> bool) {
         let begun = crate::sys::time::now_ns();
@@ -391,8 +397,8 @@ impl Remote {
         }
     }
 
-    /// Returns whether direct transfers are possible now. If not, a bulk queue pair is asked for, which the service
-    /// thread makes later.
+    /// Returns whether direct transfers are possible now. If only the bulk queue pair is missing, asks the service
+    /// thread to make one for the link, whose slot is `slot`.
     pub fn goes_direct(&self, slot: u32) -> bool {
         if !self.terms.is_direct {
             return false;
@@ -413,15 +419,15 @@ impl Remote {
         }
     }
 
-    /// Makes direct transfers use this queue pair from now on. Returns it if the link has one already, or is down.
-    /// Service thread only.
+    /// Makes direct transfers use the bulk queue pair `pair` from now on. Returns `pair` if the link has a bulk queue
+    /// pair already, or is down. Service thread only.
     pub fn attach_bulk(&self, pair: Pair) -> Option<Pair> {
         let back = self.end.attach_bulk(pair);
         self.has_bulk.store(back.is_none(), Relaxed);
         back
     }
 
-    /// Gives up the bulk queue pair, for both ends.
+    /// Gives up the bulk queue pair: this end begins no transfer on it any more, and the service thread ends it later.
     pub fn drop_bulk(&self) {
         self.end.drop_bulk();
         self.has_bulk.store(false, Relaxed);
@@ -450,7 +456,7 @@ pub enum Maintained {
 /// Which threads the completions of the link wake. There are three kinds:
 ///
 /// - a thread that sleeps on an epoll set whose kernel's set has the completion descriptor,
-/// - one of the threads that sleep in calls of their own,
+/// - one of the threads that sleep for the link in a blocking call, poll or select,
 /// - the service thread.
 impl Remote {
     /// Makes completions wake a thread that is about to sleep on an epoll set. `has` adds the completion descriptor to
@@ -460,8 +466,8 @@ impl Remote {
     pub fn watch(&self, has: impl FnOnce(BorrowedFd<'_>) -> bool) {
         self.arm_after(|| match has(self.fd()) {
             true => self.hush_service(),
-            // The kernel's set does not have the descriptor. The user may have no watch left (epoll(7),
-            // max_user_watches).
+            // The kernel's set could not get the descriptor, since the user may have no watch left (epoll(7),
+            // max_user_watches). So the service thread takes care of the completions.
             false => Library::get().service.maintain_later(),
         });
     }
@@ -493,9 +499,9 @@ impl Remote {
         }
     }
 
-    /// Assigns a turn to a thread that is about to sleep as `waiter` in a call of its own. The thread polls the
-    /// completion descriptor if no thread does, and else stands by. Otherwise each event would wake all threads that
-    /// sleep on the descriptor.
+    /// Assigns a turn to a thread that is about to sleep as `waiter` in a blocking call, poll or select. The thread
+    /// polls the completion descriptor if no thread does, and else stands by. Otherwise each event would wake all
+    /// threads that sleep on the descriptor.
     pub fn in_turn(&self, waiter: WaiterId) -> Turn<'_> {
         if !self.pollers.is_empty() && self.pollers.stand_by(waiter.0) {
             return Turn::StandsBy(StandBy {
@@ -578,8 +584,8 @@ impl Remote {
         if self.is_subscribed.look() || !self.is_unheard() {
             return Maintained::Quiet;
         }
-        // The program's threads poll the link all the time, and need not sleep. If completions woke the service thread
-        // too, it would compete with these threads.
+        // If the program's threads poll the link all the time, completions need not wake any thread. A service thread
+        // that they woke would compete with the program's threads.
         if self.own_looks.find_often(self.end.counts().finds) {
             return Maintained::Busy;
         }
@@ -616,7 +622,7 @@ impl Remote {
         self.token.store(token, Release);
     }
 
-    /// Returns whether no thread polls in a call of its own.
+    /// Returns whether no thread polls the completion descriptor (`Turn::Polls`).
     pub fn is_unpolled(&self) -> bool {
         self.pollers.is_empty()
     }
@@ -632,7 +638,7 @@ impl Remote {
 pub struct Poller<'a> {
     /// The end of the link.
     pub remote: &'a Remote,
-    /// The thread has ended its polling. Also set by the thread's own signal handlers.
+    /// Whether the thread has ended its polling. The thread's own signal handlers may set this too.
     has_left: AtomicBool,
 }
 
@@ -674,7 +680,7 @@ impl Poller<'_> {
                 Library::get().service.maintain_later();
             }
             Left::Others => {
-                // The event that woke this thread has used up the arming, and other threads sleep on.
+                // The event that woke this thread may have used up the arming, and other threads sleep on.
                 self.remote.arm();
             }
         }
@@ -689,9 +695,9 @@ impl Drop for Poller<'_> {
     }
 }
 
-/// The turn of a thread that does not poll itself, see [`Remote::in_turn`]. A polling thread wakes the waiter of this
-/// one when there is something for it. The last polling thread that leaves wakes one thread that stands by, to poll in
-/// its place.
+/// The turn of a thread that does not poll itself, see [`Remote::in_turn`]. A polling thread wakes this thread's waiter
+/// when there is something for it. The last polling thread that leaves wakes one thread that stands by, to poll in its
+/// place.
 pub struct StandBy<'a> {
     /// The end of the link.
     pub remote: &'a Remote,
@@ -726,11 +732,11 @@ fn call(next: Option<u16>) {
     }
 }
 
-/// Number of checks by the program's threads that found something, between two maintenances of links, from which on
-/// such checks count as frequent.
+/// If at least this many checks have found something since the last maintenance of the link, the program's threads
+/// count as checking the link all the time.
 const OFTEN: u64 = 16;
-/// Number of checks by the service thread after which it compares that number with the checks by other threads. Each of
-/// its checks is `LOOKS_A_LOOK` polls, since it polls once more after arming.
+/// After this many checks the service thread compares their number with the number of checks by other threads. Each
+/// check by the service thread is `LOOKS_A_LOOK` polls, since the thread polls once more after arming.
 const OWN: u32 = 8;
 const LOOKS_A_LOOK: u32 = 2;
 
@@ -739,7 +745,7 @@ const LOOKS_A_LOOK: u32 = 2;
 /// threads.
 #[derive(Default)]
 struct OwnLooks {
-    /// Number of checks by all threads that had found something, at the last call of `find_often`.
+    /// The number of checks by all threads that had found something, as of the last call of `find_often`.
     finds: AtomicU64,
     /// Number of checks by all threads at the last comparison in `is_in_the_way`, and of checks by the service thread
     /// since then.
@@ -774,8 +780,8 @@ impl OwnLooks {
 mod tests {
     use super::*;
 
-    /// Returns how often the service thread is found in the way, if other threads check `others` times for each of its
-    /// checks.
+    /// Returns how often the service thread is found in the way (`OwnLooks::is_in_the_way`), if other threads check
+    /// `others` times for each check of the service thread.
     fn asked(others: u64) -> u32 {
         let looks = OwnLooks::default();
         let mut all = 0;

@@ -2,6 +2,11 @@
 //! Also the parts of its state: the fds that stand for it, its promotion, its options and timeouts, what was reported
 //! about it, and whether direct transfers pay.
 //!
+//! The *anchor* is the kernel's socket of the connection. The connection is *watched* while the library, and not the
+//! kernel's epoll sets, reports its readiness. A *direct transfer* moves the bytes of a large send or receive between
+//! the programs' memory on two hosts, past the rings. A receive *advertises* its buffer when it offers the buffer to
+//! the peer for such a transfer.
+//!
 //! Objects are never freed, only reused for other connections (see `notify::table`). Lock order, outermost first: an
 //! epoll set's lock, then `control`, `interest`, `rx`, `tx`. No thread blocks under any of these locks, or takes an
 //! epoll set's lock while it holds a lock of a socket.
@@ -42,7 +47,7 @@ pub(crate) type Rx = connection::RxOf<Socket>;
 /// Core's state of both directions. Its field `own` has this crate's part, [`ControlOwn`].
 pub(crate) type Control = connection::ControlOf<Socket>;
 
-/// The waiter of the peer that is woken once the kernel has ended this end's sending direction.
+/// A notification of the peer that is due once the kernel has sent this end's FIN.
 pub(crate) type Farewell = connection::Farewell<&'static Link>;
 
 /// This crate's part of the sending direction's state: the field `own` of [`Tx`], under the same lock.
@@ -50,19 +55,20 @@ pub(crate) type Farewell = connection::Farewell<&'static Link>;
 pub struct TxOwn {
     /// The [tick](crate::sys::time::tick) of the last bytes put on the link.
     pub last: u64,
-    /// The wake-up word for space without its part for a sleeping thread: names the waiter in whose ready queue the
-    /// peer puts the stream. That is the only epoll set's waiter, or the service thread's if several waiters are to be
-    /// notified.
+    /// The bits of the wake-up word for space that name a waiter with a ready queue, in which the peer is to put the
+    /// stream; 0 without such a waiter. It is the waiter of the only epoll set. If the peer cannot wake that waiter, or
+    /// several waiters are to be notified, it is the service thread's. Other bits of the word name a sleeping thread.
     pub bits: u32,
-    /// The kernel's value of TCP_CORK.
+    /// The value of TCP_CORK that the kernel's socket has. The program's value is in `Options::corked`.
     pub kernel_corked: bool,
-    /// The service thread checks whether the reader stands still (`backpressure::report_blocked`).
+    /// Whether a request to the service thread is open, to check if the reader stands still
+    /// (`backpressure::report_blocked`). No second request is made meanwhile.
     pub blocked: bool,
-    /// Number of calls that have waited for room and have not returned.
+    /// Number of calls that wait for room, or have waited for it and have not returned.
     pub waiting: u32,
-    /// When an fd was last seen to stand for the socket (`identity`).
+    /// The last check that an fd stands for the kernel's socket (`sys::identity`).
     pub seen: Seen,
-    /// Whether direct transfers pay.
+    /// Whether direct transfers from this end pay.
     pub direct: Sends,
 }
 
@@ -71,17 +77,17 @@ pub struct TxOwn {
 pub struct RxOwn {
     /// The reader's position, in bytes, when the ring was last checked for shrinking.
     pub seen_at: u64,
-    /// The wake-up word for data without its part for a sleeping thread, as `TxOwn::bits`.
+    /// The bits of the wake-up word for data that name a waiter with a ready queue, as `TxOwn::bits`.
     pub bits: u32,
     /// Whether the reader keeps up.
     pub pace: Pace,
-    /// Number of calls that have waited for data and have not returned.
+    /// Number of calls that wait for data, or have waited for it and have not returned.
     pub waiting: u32,
-    /// When an fd was last seen to stand for the socket (`identity`).
+    /// The last check that an fd stands for the kernel's socket (`sys::identity`).
     pub seen: Seen,
     /// The [tick](crate::sys::time::tick) of the last bytes taken from the link.
     pub last: u64,
-    /// Whether direct transfers pay, and whether a call waits for one.
+    /// Whether direct transfers to this end pay, and whether a call waits for one.
     pub direct: Receives,
     /// The bytes in a ring that the program reads in place now.
     pub view: Option<View>,
@@ -106,12 +112,13 @@ pub struct ControlOwn {
     pub fds: SmallVec<[c_int; 4]>,
 }
 
-/// An epoll set, as a socket in it calls it. `item` is the index of the socket's entry in the set.
+/// The calls that a socket makes on an epoll set that it is in. `item` is the index of the socket's entry in the set.
 pub trait EpollSet: Sync {
-    /// Notes that the readiness of this item may have changed.
+    /// Notes that the readiness of the item's socket may have changed.
     fn push(&'static self, item: usize, socket: &'static Socket);
 
-    /// Moves an item from the kernel's set to the library's. False if that cannot be done now.
+    /// Moves an item from the kernel's set to the library's, which then reports the socket's readiness. False if that
+    /// cannot be done now.
     fn take_over(&'static self, item: usize, socket: &'static Socket) -> bool;
 
     /// Moves an item back to the kernel's set, when its socket is on plain TCP again.
@@ -123,7 +130,7 @@ pub trait EpollSet: Sync {
     /// Returns the waiter that is woken when something is ready in the set; `None` if it has none.
     fn waiter(&self) -> Option<WaiterId>;
 
-    /// Notes that the peer notifies the service thread of an item, and not the set's waiter.
+    /// Notes that for some item of the set the peer notifies the service thread, and not the set's waiter.
     fn be_served(&self);
 }
 
@@ -132,7 +139,7 @@ pub trait EpollSet: Sync {
 pub struct Membership {
     /// The set.
     pub epoll: &'static dyn EpollSet,
-    /// The fd by which the socket was added.
+    /// The fd by which the socket was added to the set.
     pub fd: c_int,
     /// The index of the socket's entry in the set.
     pub item: usize,
@@ -157,11 +164,11 @@ pub struct Interest {
 /// A thread that sleeps, or is about to.
 #[derive(Clone, Copy)]
 pub struct Sleeping {
-    /// The waiter as which it sleeps.
+    /// The waiter as which the thread sleeps.
     pub waiter: WaiterId,
-    /// Waits for data to read.
+    /// The thread waits for data to read.
     pub data: bool,
-    /// Waits for room to write.
+    /// The thread waits for room to write.
     pub space: bool,
 }
 
@@ -176,11 +183,12 @@ pub(crate) const ERROR_QUEUE: u32 = 1 << 24;
 #[derive(Default)]
 pub struct Wakes {
     pub interest: Lock<Interest>,
-    /// The service thread watches the anchor, and the kernel's epoll sets have handed the socket to the library.
+    /// Whether the service thread watches the anchor, and the kernel's epoll sets have handed the socket to the
+    /// library.
     pub watched: Published<AtomicBool>,
     /// The anchor's EPOLL* bits for an end or error, while it is watched; and [`ERROR_QUEUE`].
     pub anchor: AtomicU32,
-    /// The next receive is to wait a moment before it checks for data ([`Pace`]).
+    /// Whether the next receive waits a moment before it checks for data ([`Pace`]).
     pub rx_rests: AtomicBool,
     /// How the last spins (busy waits) for data and for space ended. The length of the next spin follows from that.
     pub rx_spin: Spinner,
@@ -324,8 +332,8 @@ impl Round {
     /// Begins a round, before any connection is looked up. Service thread only.
     pub(crate) fn begin() -> Self {
         ROUNDS.fetch_add(1, SeqCst);
-        // Either this thread sees the new generation of an object that is being recycled, or that thread sees this
-        // round (`Socket::recycle`).
+        // Either this thread sees the new generation of an object that another thread recycles, or the other thread
+        // sees this round (`Socket::recycle`).
         fence(SeqCst);
         Self(())
     }
@@ -366,8 +374,8 @@ impl Socket {
         Some(fresh)
     }
 
-    /// Returns an object for a new connection with this fd. `None` if there are [`MAX_SOCKETS`] in use, or in a signal
-    /// handler that has interrupted a use of the list.
+    /// Returns an object for a new connection with this fd. `None` if there are [`MAX_SOCKETS`] in use, or if a signal
+    /// handler makes the call and has interrupted a use of the list of free objects.
     pub fn allocate(fd: c_int, nonblocking: bool) -> Option<&'static Socket> {
         let mut free = FREE.lock()?;
         let rounds = ROUNDS.load(SeqCst);
@@ -422,8 +430,8 @@ impl Socket {
         self.told.set_stats(stats);
     }
 
-    /// Gives the object back, and its slot in the statistics. Only stale pointers may still lead to the object. Their
-    /// users check its generation.
+    /// Makes the object free for another connection, and closes its slot in the statistics. From now on only stale
+    /// pointers lead to the object. Their users check its generation.
     pub fn recycle(&'static self, page: Option<&'static StatsPage>) {
         self.promotion.take_listener();
         self.told.set_stats(None);
@@ -486,9 +494,10 @@ impl Socket {
         self.promotion.stage() == Stage::Busy || !self.is_plain()
     }
 
-    /// Counts in a call that is about to enter the kernel's send. True if the direction is on plain TCP. Then a
-    /// critical section of the thread is open, which the caller ends after [`Self::leave_tx`] and the work that its
-    /// result asks for. False, with no section open, if the direction is not on plain TCP.
+    /// Counts a call as inside the kernel's send, which the call is about to enter. True if the direction is on plain
+    /// TCP. A critical section of the thread is then open. The caller ends it after [`Self::leave_tx`], and after the
+    /// work that the result of `leave_tx` asks for. If the direction is not on plain TCP, returns false: the call is
+    /// not counted, and no section is open.
     #[inline]
     pub fn enter_tx(&self) -> bool {
         let thread = thread::current();
@@ -504,14 +513,14 @@ impl Socket {
         false
     }
 
-    /// Counts out a call that has left the kernel's send. True if it was the last such call and something waits for
-    /// that: a marker, or the end of a connection that the program has closed.
+    /// Counts out a call that has left the kernel's send. True if it was the last call inside, and other threads may
+    /// have left work to it: to write a marker, or to end a connection that the program has closed.
     #[inline]
     pub fn leave_tx(&self) -> bool {
         self.tx_inside.leave() && (self.tx_mode.look() == Mode::Marked || self.numbers.is_closed())
     }
 
-    /// Counts in a call that is about to enter the kernel's receive, like [`Self::enter_tx`].
+    /// Does for the kernel's receive what [`Self::enter_tx`] does for the kernel's send.
     #[inline]
     pub fn enter_rx(&self) -> bool {
         let thread = thread::current();
@@ -531,11 +540,11 @@ impl Socket {
         self.rx_mode.look() != Mode::Tcp
     }
 
-    /// Counts out a call that has left the kernel's receive. Returns true if it was the last call inside and other
+    /// Counts out a call that has left the kernel's receive. Returns true if it was the last call inside, and other
     /// threads have left work to it, for one of these reasons:
     ///
-    /// - A scan for markers has begun meanwhile, or has even led to the link. No thread could read TCP while a call was
-    ///   inside, so this caller has to check it.
+    /// - A scan for markers has begun during the call, and a marker among the call's bytes may even have moved the
+    ///   direction to the link. No other thread scans TCP while a call is inside, so this caller does it now.
     /// - The program has closed the connection, and this caller has to end it.
     #[inline]
     pub fn leave_rx(&self) -> bool {
@@ -599,9 +608,9 @@ pub struct Promotion {
     pub holders: Holders,
     /// The listener that the connection was accepted on.
     listener: AtomicPtr<Listener>,
-    /// The connector has asked, and the answer waits for this process's first use of the connection.
+    /// Whether the connector has asked for a promotion, and the answer waits until this process uses the connection.
     pub asked: AtomicBool,
-    /// In a fork child: this instance has taken the connection into its statistics.
+    /// In a fork child: whether this instance has taken the connection into its statistics.
     pub adopted: AtomicBool,
 }
 
@@ -689,7 +698,8 @@ pub struct Attempts {
     retry_at: AtomicU64,
     /// Attempts since the connection was last promoted.
     tries: AtomicU32,
-    /// The number of recent failures: of attempts after they had begun, and of links that carried the connection.
+    /// Number of recent failures. An attempt counts if it failed after it had begun, and a link if it failed while it
+    /// carried the connection.
     failures: AtomicU32,
 }
 
@@ -757,9 +767,9 @@ impl Attempts {
 pub struct Blocking {
     /// O_NONBLOCK as this process last saw it.
     nonblocking: AtomicBool,
-    /// A hook has seen the program ask for the socket's readiness: by epoll, poll or select.
+    /// Whether a hook has seen the program ask for the socket's readiness: by epoll, poll or select.
     polled: AtomicBool,
-    /// Number of times that the program has set one of the timeouts.
+    /// A number that changes whenever the program sets one of the timeouts, and for each new connection of the object.
     pub sets: AtomicU32,
     pub known: Lock<Known>,
 }
@@ -834,35 +844,37 @@ impl Blocking {
 // past the rings. This part decides by the results of earlier tries whether a direction tries another. The size from
 // which on a direct transfer pays at all is in `config::ways`.
 
-/// The least read that counts as part of a bulk transfer, as a divisor of the least direct transfer: a quarter of it.
+/// A receive counts as part of a bulk transfer if it has read at least 1/`LARGE` of the least direct transfer.
 const LARGE: usize = 4;
-/// The longest pause after failures: 2^(`MOST` - 1) calls, or `LONGEST` ns. A failed try takes some ms.
+/// The longest pause after failures: 2^(`MOST` - 1) calls or `LONGEST` ns, whichever ends first. A failed try takes
+/// some ms.
 const MOST: u8 = 8;
 const LONGEST: u64 = 1_000_000_000;
 
 /// The results of direct transfers in the receiving direction.
 #[derive(Default)]
 pub struct Receives {
-    /// A call waits with a buffer that was advertised to the peer. The next bytes of the stream may be in that buffer,
-    /// and not in the ring.
+    /// Whether a call waits with a buffer that was advertised to the peer. The next bytes of the stream may be in that
+    /// buffer, and not in the ring.
     pub is_waiting: bool,
     /// Bytes that direct transfers have received.
     pub bytes: u64,
     /// Bytes that the last call has read.
     pub last_read: usize,
-    /// Tries to receive with an advertised buffer.
+    /// The tries to receive with an advertised buffer.
     tries: Tries,
 }
 
 impl Receives {
     /// Returns whether a call that is about to wait is to advertise its buffer to the peer. `least` is the least size
-    /// of a direct transfer, bytes. With a size that the user has fixed (`is_fixed`), earlier failures do not count.
+    /// of a direct transfer, bytes. `is_fixed`: the user has set that size, and earlier failures do not count. `now` is
+    /// the time, monotonic ns.
     pub fn may_try(&mut self, least: usize, is_fixed: bool, now: u64) -> bool {
         let is_bulk = self.last_read >= least / LARGE && !self.is_waiting;
         is_bulk && (is_fixed || self.tries.may_try(false, now))
     }
 
-    /// Notes that the wait has ended with `bytes` bytes in the buffer.
+    /// Notes that the wait with an advertised buffer has ended, with `bytes` bytes in the buffer.
     pub fn on_landed(&mut self, bytes: usize, now: u64) {
         self.is_waiting = false;
         self.tries.on_tried(bytes > 0, now);
@@ -876,8 +888,8 @@ impl Receives {
 /// buffer to a peer that did not use it, or a send has waited for a reader that did not come.
 ///
 /// From the second failure in a row on, each failure doubles the number of calls that do not try. A try is allowed
-/// earlier if a reader has advertised a buffer meanwhile, or if `LONGEST` has passed: tries then cost next to nothing.
-/// The logic is pure: the caller passes the time.
+/// earlier if a reader has advertised a buffer meanwhile, or if `LONGEST` has passed since the last try: one try in
+/// that time costs next to nothing. The logic is pure: the caller passes the time.
 #[derive(Default)]
 pub struct Tries {
     /// Failures in a row, at most `MOST`.
@@ -907,9 +919,10 @@ impl Tries {
 /// The results of direct transfers in the sending direction.
 #[derive(Default)]
 pub struct Sends {
-    /// Tries to find a reader that waits with a buffer.
+    /// The tries to find a reader that waits with a buffer. A try has helped if bytes went into the buffer.
     pub to_readers: Tries,
-    /// Tries to lend memory to the reader's device. A try has helped if the device has read most of the memory in time.
+    /// The tries to let the reader's device read the sender's memory. A try has helped if the device has read at least
+    /// half of the bytes in time.
     pub to_devices: Tries,
     /// Number of buffers that readers had advertised at the last call of `may_try`.
     adverts: u32,
@@ -933,34 +946,35 @@ impl Sends {
 
 /// How the fds that stood for a socket were closed.
 pub(crate) mod closed {
-    /// An fd is open; or the object is not in use.
+    /// An fd is open, or the object is not in use.
     pub(crate) const OPEN: u8 = 0;
-    /// The program has closed the last fd, and calls that began before have not returned. Until they return the
+    /// The program has closed the last fd, and calls that began before have not returned. Until they return, the
     /// connection stays as it is.
     pub(crate) const HELD: u8 = 1;
-    /// The last fd was closed where no hook saw it, and calls that began before have not returned. There is no anchor
-    /// any more.
+    /// The last fd was closed where no hook saw it, and calls that began before have not returned. No fd of the anchor
+    /// is left.
     pub(crate) const LOST: u8 = 2;
 }
 
 /// The fds of one connection.
 pub struct Numbers {
-    /// An fd of the socket, -1 when all are closed. It is a hidden fd of the library's if the connection lives on after
-    /// the program's close, for its last bytes.
+    /// An fd of the kernel's socket; -1 if there is none. If the connection lives on after the program's close, for its
+    /// last bytes, the fd is a private one of the library's.
     pub fd: AtomicI32,
     /// The cookie of the kernel's socket behind the fds.
     pub cookie: Cookie,
-    /// When the kernel's socket was last seen behind an fd, for calls that take no direction's lock.
+    /// The last check that an fd stands for the kernel's socket (`is_seen`). Calls under a direction's lock look first
+    /// at that direction's own record (`TxOwn::seen`, `RxOwn::seen`).
     pub seen: Seen,
-    /// The fd that the program is closing and behind which there is a dead socket already (`close::hide_markers`), or
-    /// -1. The fd counts as the connection's until the table has removed it.
+    /// The fd that the program is closing, if `close::hide_markers` has put a dead socket behind it already; else -1.
+    /// The fd counts as the connection's until the fd table has removed it.
     pub hidden: AtomicI32,
     /// How the fds were closed ([`closed`]).
     pub closed: Published<AtomicU8>,
-    /// A signal handler closed fds while it had interrupted a use of the object. The service thread completes the
-    /// close.
+    /// Whether a signal handler has closed fds while it had interrupted a use of the object. The service thread
+    /// completes the close.
     pub orphaned: AtomicBool,
-    /// The program has closed all fds; the connection lives on until the peer has all bytes.
+    /// Whether the program has closed all fds while the connection lives on, until the peer has all bytes.
     pub left_behind: AtomicBool,
 }
 
@@ -1005,8 +1019,8 @@ impl Numbers {
     /// the fd cannot be closed and reused meanwhile. `None` if no fd is left, or the fd was closed unseen and reused.
     pub fn anchor_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = self.fd.load(Acquire);
-        // SAFETY: the caller holds a lock that `close` takes, so the fd stays open. An fd that was closed past the
-        // hooks is only asked for the socket behind it.
+        // SAFETY: the caller holds a lock that `close` takes, so the fd stays open. If the fd was closed where no hook
+        // saw it, it may stand for another file. That file is only asked for its socket cookie.
         let fd = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })?;
         self.cookie.is_behind(fd).then_some(fd)
     }
@@ -1055,7 +1069,7 @@ pub struct Options {
     pub user_timeout: AtomicU32,
     /// TCP_INQ.
     pub tells_more: AtomicBool,
-    /// Whether SO_TIMESTAMP or a similar option is set: 0 not known yet, 1 no, 2 yes.
+    /// Whether SO_TIMESTAMP or a similar option is set. 0: not known yet; 1: no; 2: yes.
     stamps: AtomicU8,
 }
 
@@ -1095,8 +1109,8 @@ const LITTLE: u64 = 256;
 ///
 /// Each check takes the cache lines of the ring's tail and of the payload away from the writer. The writer then pays
 /// two cache misses for the next message. If the time between two checks is several misses long, the writer sends many
-/// messages for those two misses. The reader waits only if no program can be waiting for its answer: it has sent
-/// nothing during its last `KEEPS_UP` checks.
+/// messages for those two misses. The reader waits only if the peer's program cannot be waiting for an answer: the
+/// reader has sent nothing during its last `KEEPS_UP` checks.
 #[derive(Default)]
 pub struct Pace {
     /// Checks in a row that found at most `LITTLE` bytes, while nothing was sent in the other direction.
@@ -1108,8 +1122,8 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Notes that `got` bytes were read and `left` are known to be unread, when `sent` bytes were sent in the other
-    /// direction. True if the reader is to wait before its next check.
+    /// Notes that `got` bytes were read, and that `left` bytes are known to be unread. `sent` is the number of bytes
+    /// sent so far in the other direction. True if the reader is to wait before its next check.
     #[inline]
     pub fn on_read(&mut self, got: u64, left: u64, sent: u64) -> bool {
         self.found = self.found.saturating_add(got);
@@ -1127,13 +1141,13 @@ impl Pace {
 /// The reports about one connection: errors that the kernel would have reported, and the counts for `rdmasock stat`.
 #[derive(Default)]
 pub struct Told {
-    /// A call has reported the reset to the program.
+    /// Whether a call has reported the reset to the program.
     pub reset_told: AtomicBool,
     /// Traffic of the connection that the kernel does not know.
     pub ledger: Ledger,
-    /// The statistics show the connection's addresses.
+    /// Whether the statistics show the connection's addresses.
     pub shown: AtomicBool,
-    /// The link that a direction is on, or was on last, leads to another host.
+    /// Whether the link that a direction is on, or was on last, leads to another host.
     pub was_between_hosts: AtomicBool,
     stats: AtomicPtr<StreamStats>,
 }
@@ -1161,7 +1175,7 @@ impl Told {
         }
     }
 
-    /// Sets the connection's slot in the statistics, or none.
+    /// Sets the connection's slot in the statistics; `None` if it has none.
     pub fn set_stats(&self, stats: Option<&'static StreamStats>) {
         let stats = stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut());
         self.stats.store(stats, Relaxed);
@@ -1217,7 +1231,7 @@ mod tests {
         }
         let mut may_try = |adverts| sends.may_try(adverts, 0);
         assert!(may_try(1) && !may_try(1) && may_try(2) && !may_try(2));
-        // The pause for readers does not apply to lending.
+        // The pause of `to_readers` does not apply to `to_devices`.
         assert!(sends.to_devices.may_try(false, 0));
         for _ in 0..5 {
             sends.to_devices.on_tried(false, 0);

@@ -12,16 +12,18 @@
 //! | from `FURTHER_SETS` | threads in poll or select | doorbells |
 //! | from `POLLING`, below `MAX_WAITERS` | threads that sleep in one call | a futex |
 //!
+//! A *ready queue* lists the streams of a link that have become ready for one waiter. The peer adds to it.
+//!
 //! A thread gets its waiter for one call, and gives it back. If no waiter is free, the call takes its connections back
 //! to TCP, where the kernel wakes the thread.
 //!
-//! A peer can wake a sleeper by these objects, and do no more. A thread that sleeps in one call has a futex
-//! (`core::fabric::waiter`). A waiter that polls has a private epoll set. Its threads poll the private set together
-//! with the program's descriptors: in the program's epoll set, or in the array of a poll(). The private set holds an
-//! eventfd, by which this process wakes the waiter, and a doorbell for each link whose peer may wake it. That peer has
-//! the doorbell's button (`core::os::doorbell`). Eventfd and doorbells are edge-triggered and never drained: each press
-//! makes the private set report once. The service thread has only the eventfd, since its peers wake it by the side
-//! channel.
+//! By the object that a waiter sleeps on, a peer can wake the waiter and do no more. A thread that sleeps in one call
+//! has a futex (`core::fabric::waiter`). A waiter that sleeps on doorbells, a *polling* waiter, has a private epoll
+//! set. Its threads poll the private set together with the program's descriptors: in the program's epoll set, or in the
+//! array of a poll(). The private set holds an eventfd, by which this process wakes the waiter, and a doorbell for each
+//! link whose peer may wake it. That peer has the doorbell's button (`core::os::doorbell`). Eventfd and doorbells are
+//! edge-triggered and never drained: each press makes the private set report once. The service thread has only the
+//! eventfd, since its peers wake it by the side channel.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -38,7 +40,7 @@ use rdmasock_core::sync::SleepFlag;
 use rustix::event::{EventfdFlags, epoll as kernel};
 use rustix::io::Errno;
 
-/// Ids of epoll sets are below this one.
+/// The first id for threads in poll or select. Ids of epoll sets are below it.
 const FURTHER_SETS: u16 = 256;
 
 /// The waiter of the service thread.
@@ -84,7 +86,7 @@ pub(crate) struct Waiters {
     /// while the instance lives.
     polled: Box<[AtomicI32]>,
     events: Box<[AtomicI32]>,
-    /// Which sockets the threads of polling waiters poll in the kernel.
+    /// For each polling waiter: which sockets its thread polls in the kernel by poll or select.
     pub onlookers: Onlookers,
     /// Whether this kernel reports each press of a button.
     are_doorbells_reliable: OnceBool,
@@ -116,8 +118,9 @@ impl Waiters {
         self.page_fd.as_fd()
     }
 
-    /// Replaces the page of flags in a fork child, which does not have the parent's page. If the fork has interrupted a
-    /// call that sleeps, that sleep ends in the child, and the call lowers a flag that no peer sees.
+    /// Replaces the page of flags in a fork child, which has not inherited the parent's page. A signal handler may have
+    /// forked in the middle of a call that sleeps. In the child that sleep ends at once, and the call lowers its flag
+    /// in the new page, which no peer sees.
     pub(crate) fn after_fork(&self) {
         self.page.after_fork();
     }
@@ -149,7 +152,7 @@ impl Waiters {
         Some(id)
     }
 
-    /// Gives a waiter back. A late wake-up makes its next owner check once in vain.
+    /// Gives a waiter back. If a wake-up for the caller comes later, the waiter's next owner checks once in vain.
     pub(crate) fn release(&self, id: WaiterId) {
         let kind = KINDS.into_iter().find(|kind| kind.range().contains(&id.0));
         if let Some(mut free) = kind.and_then(|kind| self.free.get(kind as usize)?.lock()) {
@@ -157,7 +160,8 @@ impl Waiters {
         }
     }
 
-    /// Makes the epoll set and the eventfd of a polling waiter, unless an earlier owner of the id has left them.
+    /// Makes the private epoll set and the eventfd of a polling waiter, unless they were made for an earlier owner of
+    /// the id.
     fn equip(&self, id: WaiterId) -> Result<(), Errno> {
         if self.doorbell(id).is_some() {
             return Ok(());
@@ -170,14 +174,15 @@ impl Waiters {
         Ok(())
     }
 
-    /// Returns the fd that a polling waiter polls for input. The poll is edge-triggered, or [`Self::quiet`] follows it.
-    /// `None` if the fd was never made.
+    /// Returns the fd that a polling waiter polls for input. The caller polls it edge-triggered, or calls
+    /// [`Self::quiet`] after the poll. `None` if the fd was never made.
     pub(crate) fn doorbell(&self, id: WaiterId) -> Option<BorrowedFd<'static>> {
         kept(&self.polled, id)
     }
 
     /// Makes a doorbell, adds it to the epoll set that the waiter polls, and returns it with the button for a peer.
-    /// Fails with EOPNOTSUPP if this kernel does not report each press.
+    /// Fails with EINVAL if the waiter has no private epoll set, with EOPNOTSUPP if this kernel does not report each
+    /// press, and else with the kernel's errno.
     pub(crate) fn add_doorbell(&self, id: WaiterId) -> Result<(PrivateFd, Button), Errno> {
         let set = kept(&self.polled, id).filter(|_| id != SERVICE);
         let set = set.ok_or(Errno::INVAL)?;
@@ -189,8 +194,8 @@ impl Waiters {
         Ok((bell, button))
     }
 
-    /// Consumes the presses so far, after a level-triggered poll of [`Self::doorbell`]: the next poll reports only
-    /// later ones.
+    /// Consumes the presses so far, so that the next poll reports only later ones. To be called after a level-triggered
+    /// poll of [`Self::doorbell`].
     pub(crate) fn quiet(&self, id: WaiterId) {
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut reported = [kernel::Event {
@@ -202,7 +207,7 @@ impl Waiters {
         {}
     }
 
-    /// Wakes the threads that sleep as this waiter, or else the next thread that is about to.
+    /// Wakes the threads that sleep as this waiter. Also ends the sleep of a thread that is about to sleep.
     pub(crate) fn ring(&self, id: WaiterId) {
         if !id.is_polling() {
             self.page.ring(id);

@@ -1,4 +1,5 @@
-//! Tests of link objects, where the test plays the other end of the link, and of the states and counts of a link.
+//! Tests of link objects, in which the test plays the other end of the link. Also tests of `News`, which epoll sets
+//! check, and of the counts in `Looks`.
 
 use std::os::fd::AsFd;
 
@@ -112,7 +113,8 @@ fn a_waiter_hears_of_its_own_alone() {
     assert!(!news.is_queued(WaiterId(64)) && !news.is_queued(first));
 }
 
-/// Returns whether checks that come every `pause` ns are ever noise, if each `find_every`th of them finds something.
+/// Returns whether checks that come every `pause` ns are ever judged as noise (`Looks::are_noise`), if each
+/// `find_every`th of them finds something.
 fn is_noise(find_every: u32, pause: u64) -> bool {
     let looks = Looks::default();
     let mut now = 1 << 40;

@@ -119,8 +119,8 @@ pub(crate) trait Wanted {
         false
     }
 
-    /// Returns how many sent bytes the reader may not have read yet. `None` if the call waits for no reader, as a
-    /// receive does.
+    /// Returns how many sent bytes the reader may not have read yet. `None` for a call that waits for no reader, such
+    /// as a receive.
     fn unread(_: &'static Socket) -> Option<u64> {
         None
     }

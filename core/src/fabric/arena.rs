@@ -10,17 +10,18 @@ use crate::fabric::layout::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region, UNI
 
 /// The number of ring sizes: the powers of two from one page to the largest ring.
 const ORDERS: usize = (MAX_RING_LOG2 - MIN_RING_LOG2 + 1) as usize;
-/// log2 of the pages of the largest region that begins at page 0. A larger one would lie in two segments of the mapping
-/// (`side.rs`).
+/// log2 of the number of pages of the largest region that begins at page 0. A larger one would lie in two segments of
+/// the mapping (`side.rs`).
 const UNIT: u32 = (UNIT_LOG2 - MIN_RING_LOG2) as u32;
 
 /// The free space of one data area.
 ///
-/// Only free blocks are stored, ordered by address: a fresh arena of 1 GiB has 24 of them. Taking the lowest block
-/// first keeps the touched part of a sparse file small.
+/// Only free blocks are stored, for each size in the order of their addresses. A fresh arena of 1 GiB has 15 blocks of
+/// 64 MiB, and 9 smaller ones before them. The lowest free block of a size is taken first, so that little of the area's
+/// memory is ever touched.
 #[derive(Debug)]
 pub struct Arena {
-    /// The first pages of the free blocks of each order (log2 of the block's pages).
+    /// For each order, which is log2 of a block's number of pages: the first pages of the free blocks.
     free: [BTreeSet<u32>; ORDERS],
     pages: u32,
     pages_in_use: u64,
@@ -52,8 +53,9 @@ impl Arena {
         arena
     }
 
-    /// Allocates the lowest free region of `1 << log2` bytes, aligned to its size. `None` when there is no room or when
-    /// `log2` is outside `MIN_RING_LOG2..=MAX_RING_LOG2`.
+    /// Allocates a region of `1 << log2` bytes, aligned to its size. Takes it from the smallest free block that is
+    /// large enough; if there are several, from the lowest. `None` if there is no room, or if `log2` is outside
+    /// `MIN_RING_LOG2..=MAX_RING_LOG2`.
     pub fn alloc(&mut self, log2: u8) -> Option<Region> {
         let order = usize::from(log2.checked_sub(MIN_RING_LOG2)?);
         let (mut have, page) = (order..ORDERS)
@@ -62,7 +64,7 @@ impl Arena {
         self.free.get_mut(have)?.remove(&page);
         while have > order {
             have -= 1;
-            // The upper half stays free, the lower half is split further.
+            // The upper half stays free. The lower half is split further, until it has the size of the region.
             self.free.get_mut(have)?.insert(page + (1 << have));
         }
         self.pages_in_use += 1 << order;

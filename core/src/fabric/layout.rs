@@ -31,14 +31,14 @@ pub const GROUPS: u32 = MAX_STREAMS / GROUP_STREAMS;
 pub const LINE_BYTES: usize = 64;
 /// The size of a `DirectionBlock` in bytes.
 pub const BLOCK_BYTES: usize = 256;
-/// The size of a group's part of the ready queues in bytes, whole pages.
+/// The size in bytes of the lines of all ready queues in one group, rounded up to whole pages.
 pub const LINES_BYTES: usize = (READY_QUEUES as usize * LINE_BYTES).next_multiple_of(PAGE);
 /// The size of one group in bytes.
 pub const GROUP_BYTES: usize = LINES_BYTES + (GROUP_STREAMS as usize * BLOCK_BYTES).next_multiple_of(PAGE);
 /// The offset of the data area in the file, in bytes.
 pub const DATA_OFFSET: usize = GROUPS as usize * GROUP_BYTES;
-/// log2 of the first segment of the data area in bytes. Also the largest region that begins at page 0, so that each
-/// region lies in one segment.
+/// log2 of the size in bytes of the data area's first segment. A region that begins at page 0 is no larger, so that
+/// each region lies in one segment.
 pub const UNIT_LOG2: u8 = PAGE_LOG2 + 6;
 
 /// The layout of one arena. Only the size of the data area differs between arenas.

@@ -49,7 +49,8 @@ pub enum Fate {
     Arrive(u64),
     /// Never arrives. On a reliable channel it arrives at once instead.
     Lose,
-    /// Arrives twice, after each of these many µs. On a reliable channel it arrives only once, after the first.
+    /// Arrives twice: after the first number of µs, and after the second. On a reliable channel it arrives only once,
+    /// after the first.
     Twice(u64, u64),
 }
 
@@ -146,7 +147,7 @@ struct Heap {
     layout: AllocLayout,
 }
 
-// SAFETY: owns its memory, which this type itself does not read or write.
+// SAFETY: the value owns its memory, and this type itself does not read or write that.
 unsafe impl Send for Heap {}
 // SAFETY: as above.
 unsafe impl Sync for Heap {}
@@ -164,7 +165,7 @@ impl Heap {
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout in `new`.
+        // SAFETY: `new` has allocated the memory with this layout.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }
@@ -207,12 +208,13 @@ impl ReadyQueue for InArena<'_> {
     fn line(&self, group: usize) -> Option<&ReadyLine> {
         let Self(side, waiter) = self;
         let offset = layout::line_offset(waiter.0.into(), u32::try_from(group).ok()?)?;
-        // SAFETY: within the memory, aligned (layout), only atomics; the memory lives as long as the side.
+        // SAFETY: the line lies within the memory, is aligned (`layout`), and has only atomics. The memory lives as
+        // long as the side.
         Some(unsafe { &*side.at(offset).cast::<ReadyLine>() })
     }
 }
 
-/// The waiters of one end, in place of a real end's eventfds and its page of flags.
+/// The waiters of one end, in place of the doorbells and the page of flags that a real end has.
 #[derive(Debug)]
 struct Waiters(Vec<(SleepFlag, AtomicU32)>);
 
@@ -293,8 +295,8 @@ impl fmt::Debug for End {
     }
 }
 
-/// Returns the two ends of a link whose arenas have `data_bytes` bytes each; `None` if no arena has that size. Cursors
-/// made by an end must not outlive it.
+/// Returns the two ends of a link whose arenas have data areas of `data_bytes` bytes each; `None` if no data area has
+/// that size. Cursors made by an end must not outlive it.
 pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End; 2]> {
     let layout = Layout::for_data(data_bytes)?;
     let sides = [Side::new(layout)?, Side::new(layout)?];
@@ -350,7 +352,7 @@ impl End {
         }
     }
 
-    /// Records that `waiter` is awake. Returns how often its doorbell was rung.
+    /// Records that `waiter` is awake. Returns how often its doorbell was rung since the last call.
     pub fn end_sleep(&self, waiter: WaiterId) -> u64 {
         self.waiters.get(waiter).map_or(0, |(flag, bell)| {
             flag.end();
@@ -373,7 +375,7 @@ impl LinkEnd for End {
         let region = numbers.arena.alloc(log2).ok_or(OpenError::Arena)?;
         // SAFETY: the block is within the memory. The number is free, so neither end has a cursor on the block.
         unsafe { block.as_ref() }.reset();
-        // SAFETY: the same. The number was free, so this is the block's only consumer; it does not outlive the end
+        // SAFETY: as above. The number was free, so this is the block's only consumer; it does not outlive the end
         // (`heap_pair`).
         let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
         if consumer.offer(region).is_err() {

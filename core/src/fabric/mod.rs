@@ -32,13 +32,13 @@ pub mod waiter;
 /// Why no stream was opened: each value is a limit of this end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
-    /// All numbers are in use.
+    /// All vQPNs of this end are in use.
     #[error("too many streams on the link")]
     Streams,
-    /// The arena has no room for such a ring.
+    /// The arena has no room for a ring of the size asked for.
     #[error("no room in the arena")]
     Arena,
-    /// The call comes from a signal handler that has interrupted this thread's use of the end.
+    /// The call comes from a signal handler, which has interrupted this thread in another call on this end.
     #[error("the end is in use")]
     Busy,
 }
@@ -60,7 +60,7 @@ pub enum SendError {
 /// Why this end cannot send to a stream of the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum NoProducer {
-    /// The peer has named a number to which a local stream sends already, or which does not exist. Either way it
+    /// The peer has named a number to which a local stream sends already, or which does not exist. Either way the peer
     /// misbehaves.
     #[error("no such stream, or one that is in use")]
     NoSuch,
@@ -89,8 +89,8 @@ pub trait LinkEnd {
     /// Opens a stream: takes a free number of this end, and a first ring of `1 << log2` bytes to receive into.
     fn open(&self, log2: u8) -> Result<Opened, OpenError>;
 
-    /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`. Called before the
-    /// first use of either stream's cursor, its producer or consumer.
+    /// Pairs this end's stream `mine` with the peer's stream `theirs`, whose first ring is `first`. Called before this
+    /// end's consumer of `mine`, or its producer of the peer's stream, is first used.
     fn pair(&self, _mine: Vqpn, _theirs: Vqpn, _first: Region) {}
 
     /// Returns the producer of the peer's stream `theirs`; `None` if no stream has such a number. The caller ensures
@@ -98,9 +98,9 @@ pub trait LinkEnd {
     fn producer(&self, theirs: Vqpn) -> Option<Producer>;
 
     /// Closes stream `mine` on this end, and sends CLOSED to the peer, whose number for the connection is `theirs`.
-    /// Without `theirs` nothing is sent, because the peer does not know of `mine`. Once both ends have closed, the
-    /// number and its rings are free. Without a `consumer` the rings are not freed, because only the consumer knows
-    /// them.
+    /// Without `theirs` nothing is sent, because the peer does not know of `mine`. Once both ends have closed the
+    /// stream, its number and its rings are free. Without a `consumer` the rings are not freed, because only the
+    /// consumer knows them.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
 
     /// Closes stream `mine` on this end while the peer has not answered its OPEN. The peer's answer frees the number: a
@@ -114,9 +114,9 @@ pub trait LinkEnd {
     fn allocate(&self, log2: u8) -> Option<Region>;
 
     /// Allocates a reserve: a ring of `1 << log2` bytes that is perhaps never used ([`Consumer::offer_reserve`]). The
-    /// ring has no memory yet; the producer gets it when it writes there. The ring's addresses are taken now, so that
-    /// this end cannot fail to map the ring later. `None` if the fabric has no reserves, if there are no addresses for
-    /// the ring, or if rings in use need the room.
+    /// ring has no memory yet: the producer gets the memory when it writes there. The ring's addresses are taken now,
+    /// so that this end cannot fail to map the ring later. `None` if the fabric has no reserves, if there are no
+    /// addresses for the ring, or if rings in use need the room.
     fn reserve(&self, _log2: u8) -> Option<Region> {
         None
     }
@@ -129,8 +129,8 @@ pub trait LinkEnd {
         false
     }
 
-    /// Takes the lent buffer back if the peer has read all bytes. Returns false if the producer keeps it. The caller
-    /// holds the lock of the producer's direction.
+    /// Takes back the buffer that `lend` has lent to the `producer`, if the peer has read all bytes. Returns false if
+    /// the producer keeps the buffer. The caller holds the lock of the producer's direction.
     fn take_back(&self, _theirs: Vqpn, _producer: &mut Producer) -> bool {
         false
     }
@@ -142,10 +142,10 @@ pub trait LinkEnd {
     /// message is never delivered. If the link goes down during the call, the message may have been delivered or not.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Notifies the peer's waiters that `wake` names of an event of the peer's stream `theirs`. `wake` is the value of
-    /// a wake-up word, which a cursor has taken. It may name a waiter with a ready queue: the stream is put into that
-    /// queue, and the waiter's doorbell is rung if it sleeps. It may also name a sleeper, whose doorbell is rung in any
-    /// case.
+    /// Notifies the peer's waiters of an event of the peer's stream `theirs`. `wake` names these waiters: it is the
+    /// value of a wake-up word, which a cursor has taken. `wake` may name a waiter with a ready queue: the stream is
+    /// put into that queue, and the waiter is woken if its sleep flag is raised. `wake` may also name a sleeper, which
+    /// is woken without an entry in a queue.
     fn notify(&self, wake: Wake, theirs: Vqpn);
 
     /// Removes the streams that the peer has queued for this end's `waiter`, and calls `each` at most once for each. A

@@ -4,8 +4,8 @@
 //! the errors, the state of a connection, the hidden fds, and the calls of the library's table. [`serve`] makes a
 //! plugin's table.
 //!
-//! A function of type `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the interface.
-//! Pointers are valid only during the call, unless the function's description says otherwise.
+//! A function that returns an `i32` returns 0, a count, or a negative errno. No panic, and no exception, crosses the
+//! interface. Pointers are valid only during the call, unless the function's description says otherwise.
 
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::fmt::Arguments;
@@ -188,7 +188,7 @@ impl From<rustix::io::Errno> for Errno {
 pub struct Fate(AtomicI32);
 
 impl Fate {
-    /// Returns the word as the interface does: 0 not up yet, 1 up, a negative errno if the connection has ended.
+    /// Returns the word: 0 if the connection is not up yet, 1 if it is up, a negative errno if it has ended.
     pub fn code(&self) -> i32 {
         self.0.load(Ordering::Acquire)
     }
@@ -247,7 +247,7 @@ pub unsafe fn attach(host: *const Host) -> Result<()> {
 }
 
 fn host() -> Option<&'static Host> {
-    // SAFETY: null, or a table that `attach` has checked and that lives as long as the process.
+    // SAFETY: the pointer is null, or leads to a table that `attach` has checked and that lives as long as the process.
     unsafe { HOST.load(Ordering::Acquire).as_ref() }
 }
 
@@ -265,7 +265,7 @@ pub fn sys_class() -> &'static Path {
     let Some(host) = host() else {
         return Path::new("/sys/class");
     };
-    // SAFETY: the function of a checked table; its path ends with a zero and lives as long as the process.
+    // SAFETY: the function comes from a checked table. Its path ends with a zero, and lives as long as the process.
     let path = unsafe { CStr::from_ptr((host.sys_class)()) };
     Path::new(OsStr::from_bytes(path.to_bytes()))
 }
@@ -318,7 +318,7 @@ impl Hidden {
 
 impl AsFd for Hidden {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: open until `self` is dropped.
+        // SAFETY: the fd is open until `self` is dropped.
         unsafe { BorrowedFd::borrow_raw(self.0) }
     }
 }

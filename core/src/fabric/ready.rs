@@ -4,13 +4,13 @@
 //! A ready queue is a set of vQPNs, not a list: it has a bit for each stream, and a summary bit for each word of those
 //! bits. So the queue holds each stream at most once, however often the stream is pushed. It cannot overflow, and has
 //! no half-written entries. Every content that a hostile peer can write is a valid one. The waiter drains the queue in
-//! sweeps: a sweep takes the summary as it stands, then word by word. That bounds the work, and serves every ready
-//! stream before any stream again.
+//! sweeps: a sweep takes the summary as it stands, then word by word. So the work of a sweep is bounded, and every
+//! ready stream is served before any stream is served again.
 //!
 //! No wake-up is lost. The peer pushes, then reads the waiter's sleep flag. The waiter raises the flag, then checks the
-//! queues ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push that finds its summary bit already set
-//! leaves that bit alone. The waiter takes the summary bit before the word, so it finds the word's bit, which was set
-//! earlier.
+//! queues ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push sets the stream's bit in its word, and then
+//! the summary bit of the word, unless the summary bit is set already. The waiter takes the summary bit before it takes
+//! the word, so it finds the stream's bit.
 //!
 //! [`SleepFlag`]: crate::sync::SleepFlag
 
@@ -26,8 +26,8 @@ const LINE_WORDS: usize = GROUP_STREAMS as usize / 64;
 #[repr(C, align(64))]
 pub struct ReadyLine {
     words: [Published<AtomicU64>; LINE_WORDS],
-    /// Used in the first group's line only. Bit w of these words together says that word w of the queue may be nonzero.
-    /// The summary lies here so that a push for one of the first streams touches one cache line.
+    /// Used in the first group's line only. Bit w of all these words together says that word w of the queue may be
+    /// nonzero. The summary lies here so that a push for one of the first streams touches one cache line.
     summary: [Published<AtomicU64>; SUMMARY],
 }
 
@@ -42,8 +42,8 @@ pub trait ReadyQueue {
     /// Returns the line for a group of streams; `None` if there is no such group, or if it is not mapped yet.
     fn line(&self, group: usize) -> Option<&ReadyLine>;
 
-    /// Adds `vqpn`. Has no effect if the queue holds that stream already, or if there is no such stream. The caller
-    /// then calls [`SleepFlag::must_ring`](crate::sync::SleepFlag::must_ring) on the waiter's flag.
+    /// Adds `vqpn`. Has no effect if the queue holds that stream already, or if there is no such stream. After the push
+    /// the caller calls [`SleepFlag::must_ring`](crate::sync::SleepFlag::must_ring) on the waiter's flag.
     #[inline]
     fn push(&self, vqpn: u32) {
         let (at, bit) = (vqpn as usize / 64, 1u64 << (vqpn % 64));
@@ -131,8 +131,8 @@ impl ReadyCursor {
         Some(vqpn)
     }
 
-    /// Returns whether there is no stream to sweep, neither left over nor newly pushed. The waiter calls this between
-    /// [`SleepFlag::begin`](crate::sync::SleepFlag::begin) and sleeping.
+    /// Returns whether there is no stream to sweep, neither left over from an unfinished sweep nor newly pushed. The
+    /// waiter calls this between [`SleepFlag::begin`](crate::sync::SleepFlag::begin) and sleeping.
     #[inline]
     pub fn is_idle(&self, queue: &(impl ReadyQueue + ?Sized)) -> bool {
         self.bits == 0

@@ -27,11 +27,11 @@
 //!
 //! Each end has, for a link, two arenas in its own memory (`layout.rs`): `mine`, where its consumers read, and the
 //! `mirror` of the peer's, where its producers write. Producer and consumer are the same types as on shm. For each of
-//! them the engine stands in for the cursor at the other end. It keeps `want_data` of every block of the mirror and
-//! `want_space` of every block of `mine` set to [`ENGINE`]. So a cursor that publishes a change gets that word. The
-//! cursor's caller passes the word to [`LinkEnd::notify`](crate::fabric::LinkEnd::notify), and the engine carries the
-//! change over. The engine writes changes from the peer into the blocks as the peer would on shm. Then it wakes the
-//! waiters of this process that the block's wake-up word names.
+//! them the engine stands in for the cursor at the other end. The engine keeps two wake-up words set to [`ENGINE`]:
+//! `want_data` of every block of the mirror, and `want_space` of every block of `mine`. So a cursor that publishes a
+//! change gets that word. The cursor's caller passes the word to [`LinkEnd::notify`](crate::fabric::LinkEnd::notify),
+//! and the engine carries the change over. The engine writes changes from the peer into the blocks as the peer would on
+//! shm. Then it wakes the waiters of this process that the block's wake-up word names.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -112,11 +112,11 @@ codes! {
         Head = 7 => "bad head",
         /// An offer while another is pending, or of a wrong generation, or outside the arena.
         Offer = 8 => "bad ring offer",
-        /// A chunk outside the arena, or announced twice.
+        /// A registered chunk outside the arena, or one that was announced before.
         Chunk = 9 => "bad chunk",
-        /// A message of the side channel that cannot be read, or does not belong there.
+        /// A message of the side channel that cannot be read, or that must not come by it.
         Message = 10 => "bad side-channel message",
-        /// More messages than a correct peer ever owes.
+        /// More messages of the side channel, not taken yet, than a correct peer ever sends.
         Flood = 11 => "too many messages",
         /// A confirmation of bytes that were not sent.
         Ack = 12 => "bad confirmation",
@@ -224,7 +224,7 @@ impl Default for Tuning {
 impl Tuning {
     /// Returns the settings for a queue pair with these limits. If a WRITE cannot have an immediate, a message has to
     /// follow each WRITE. Then a payload that fits a message goes in the message, since a copy costs less than another
-    /// work request. Otherwise one WRITE does the work of a message and saves the copy.
+    /// work request. If a WRITE can have an immediate, one WRITE does the work of a message and saves the copy.
     pub fn fit(limits: &Limits) -> Self {
         let mut tuning = Self::default();
         if !limits.immediate {
@@ -251,14 +251,14 @@ pub trait Local: Send + Sync {
     /// Returns the sleep flag of this process's `waiter`.
     fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag>;
 
-    /// Wakes the thread that sleeps on the doorbell of this process's `waiter`, or the next thread that begins to.
+    /// Wakes the thread that sleeps on the doorbell of this process's `waiter`, or the next thread that is about to.
     fn ring(&self, waiter: WaiterId);
 
     /// Reports that a stream was put into the ready queue of `waiter`. The waiter is rung afterwards if it sleeps.
     fn on_queued(&self, _waiter: WaiterId) {}
 
     /// Returns the word that records whether the queue pair [is armed](End::is_armed). Each end has a word of its own.
-    /// A process with many links reads all these words often, so they had best lie side by side.
+    /// A process with many links reads all these words often, so they should lie side by side in memory.
     fn armed(&self) -> &AtomicBool;
 
     /// Asks for a call of [`End::settle`](End::settle) some ms later.

@@ -1,7 +1,7 @@
 //! The byte ring of one direction of a stream: single producer, single consumer, in the receiver's arena. Beside the
 //! bytes lie the *wake-up words*, by which each side names the waiters that the other side has to wake. This module
-//! wakes no thread and allocates no ring memory. It does not interpret the wake-up words either: it returns a nonzero
-//! [`Wake`] to the caller.
+//! wakes no thread and allocates no ring memory. It does not interpret the wake-up words either: it returns each word
+//! that it takes to the caller, as a [`Wake`].
 //!
 //! # Positions
 //! A position counts the bytes of the direction from its beginning and never wraps. The byte at position p lies at `p &
@@ -23,13 +23,13 @@
 //!     `head`, flags, an offer), then reads the word ([`Attention`](crate::sync::Attention)), so at least one of the
 //!     two sees the other: either the sleeper finds what it waits for and does not sleep, or the publisher finds the
 //!     word and wakes the sleeper.
-//! W3. The consumer holds back less than a quarter of its ring: as soon as `consume` brings the
-//!     unpublished part to a quarter it publishes by W2.
-//! W4. The producer sleeps only while less than a quarter of the ring is free by the published head. By W3 more
-//!     than half of the ring is then still to be read, and reading it crosses a quarter, which publishes and wakes.
-//!     A consumer sleeps for data only when it has drained the ring. At that time no producer sleeps for space, even
-//!     if it has not seen that the last bytes were consumed. `arm_data` publishes the head nonetheless, so that the
-//!     producer's count of unread bytes becomes exact when the consumer goes idle.
+//! W3. The consumer holds back less than a quarter of its ring: as soon as `consume` brings the unpublished part to a
+//!     quarter, it publishes by W2.
+//! W4. The producer sleeps only while less than a quarter of the ring is free by the published head. By W3 more than
+//!     half of the ring is then still to be read. Reading those bytes brings the unpublished part to a quarter, which
+//!     publishes and wakes. A consumer sleeps for data only when it has drained the ring. At that time no producer
+//!     sleeps for space, even if it has not seen that the last bytes were consumed. `arm_data` publishes the head
+//!     nonetheless, so that the producer's count of unread bytes becomes exact when the consumer goes idle.
 //!
 //! # Another ring in mid-stream
 //! The consumer owns the memory, so it *offers* a ring ({generation, page, log2 size} in one word). The producer
@@ -44,24 +44,24 @@
 //! the program at the other end does not read. The producer switches to the reserve as to any other ring, with the next
 //! generation, but publishes how much of its beginning it uses (`Adopted`). The producer itself gets memory for the
 //! reserve, piece by piece before it writes, so its process is charged for that memory. A producer that gets no memory
-//! is [starved](Producer::is_starved). Reading frees no part of the reserve to which the producer has not written yet,
-//! so a starved producer has to end the direction. The producer takes the reserve only once it knows that the consumer
-//! has come to the current ring, so that two rings hold all that is in flight. The consumer may be offering another
-//! ring at that moment. This other offer's generation does not follow the reserve's, so the producer leaves the offer
-//! alone and the consumer withdraws it.
+//! is [starved](Producer::is_starved). Reading does not help a starved producer, since the bytes of the reserve that it
+//! would write next still have no memory. So the producer has to end the direction. The producer takes the reserve only
+//! once it knows that the consumer has come to the current ring, so that two rings hold all bytes in flight. The
+//! consumer may be offering another ring at that moment. The generation of this other offer does not follow the
+//! reserve's, so the producer does not adopt the ring, and the consumer withdraws the offer.
 //!
 //! # A bound
 //! A bound on the unread bytes may be less than the ring holds ([`Producer::set_bound`]). The producer treats a bound
 //! below half of the ring as half of the ring. It then sleeps only while more than three eighths of the ring are unread
-//! by the published head. Reading those crosses a quarter, so W4 holds. For the same reason the producer uses no more
-//! of a reserve than the next power of two after the bound.
+//! by the published head. Reading them brings the unpublished part to a quarter, so W4 holds. For the same reason the
+//! producer uses no more of a reserve than the next power of two after the bound.
 //!
 //! # Who ends a direction
 //! Either side may end a direction, once. The producer does so with an [`EndMark`]. The consumer does so if it
 //! [stops](Consumer::stop) reading in the middle and wants the rest sent again on TCP. Both set the word `end` from 0
 //! by compare-and-swap, so exactly one of them succeeds, and the other side learns of it. If the producer succeeded,
-//! the consumer drains the ring. If the consumer succeeded, the producer sends the unread bytes again. The two never
-//! happen together.
+//! the consumer drains the ring. If the consumer succeeded, the producer sends the unread bytes again. So no byte is
+//! both drained and sent again.
 
 use crate::fabric::layout::Region;
 pub use crate::fabric::ring::block::{DirectionBlock, EndMark, RxFlags, Wake};
@@ -95,7 +95,7 @@ pub enum Violation {
     /// The producer's tail went back.
     #[error("tail moved back")]
     TailMovedBack,
-    /// The producer's tail is beyond the space that it had.
+    /// The producer's tail is beyond the space that the producer had.
     #[error("tail beyond the window")]
     TailBeyondWindow,
     /// The consumer's head went back.
@@ -113,7 +113,7 @@ pub enum Violation {
     /// The producer adopted a ring that was not offered, or at an impossible position.
     #[error("bad ring switch")]
     BadSwitch,
-    /// The consumer asks for bytes to be sent again that lay in a ring which the producer has not kept.
+    /// The bytes to be sent again begin in a ring that the producer has not kept.
     #[error("what is to be sent again is not held")]
     NotHeld,
     /// Unknown end mark.
@@ -127,7 +127,7 @@ pub enum RingError {
     /// The peer broke the protocol.
     #[error("peer violation: {0}")]
     PeerViolation(#[from] Violation),
-    /// The reserve that the producer has adopted cannot be mapped.
+    /// The consumer cannot map the reserve that the producer has adopted.
     #[error("the ring in reserve is not to be had")]
     Unmapped,
     /// There is no memory for a copy of the bytes to be sent again.
@@ -136,8 +136,8 @@ pub enum RingError {
 }
 
 /// The ring that a producer has adopted, as one word. Low 24 bits: the generation of the offer, or for a reserve the
-/// generation after the previous ring's. High 8 bits: for a reserve, log2 of the bytes at its beginning that are the
-/// ring; 0 for an offered ring.
+/// generation after the previous ring's. High 8 bits: 0 for an offered ring. For a reserve they are log2 of the bytes
+/// at its beginning that the producer uses as the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Adopted {
     pub generation: u32,
@@ -157,8 +157,8 @@ impl Adopted {
     }
 }
 
-/// An offered ring, or the reserve. All of it is in one word, so that it is read whole: generation (24 bits, never 0),
-/// log2 of the size in bytes (8), first page (32).
+/// An offered ring, or the reserve. It is packed into one word, so that one load reads all of it: generation (24 bits,
+/// never 0), log2 of the size in bytes (8), first page (32).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Offer {
     pub generation: u32,

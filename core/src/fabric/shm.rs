@@ -23,13 +23,13 @@ use crate::os::memfd::{Access, MapError, check_received};
 use crate::sync::RungMark;
 use crate::wire::Message;
 
-/// The services beside memory that an end needs. Neither function may wait, or call the end.
+/// The services that an end needs in addition to its memory. Neither function may wait, or call the end.
 pub trait Outside {
     /// Sends a message, as [`LinkEnd::send`] does.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Wakes the thread that sleeps as the peer's `waiter`, or the next thread that begins to. Uses the peer's `page`
-    /// if that is enough.
+    /// Wakes the thread that sleeps as the peer's `waiter`, or the next thread that is about to. Wakes it through the
+    /// peer's `page` alone if that is enough.
     fn ring(&self, waiter: WaiterId, page: &FlagPage);
 }
 

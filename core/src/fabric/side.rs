@@ -1,10 +1,11 @@
-//! An arena as mapped in this process, with its ready queues, and the numbers that its owner gives to streams. Every
-//! fabric whose ends have arenas builds them from these parts. Arenas are created elsewhere, and the cursors on rings
-//! are in `ring`.
+//! An arena as mapped in this process, with its ready queues, and the numbers that its owner gives to streams. The
+//! fabrics `shm` and `remote` build their ends from these types. Other code creates the files of arenas, and `ring` has
+//! the cursors.
 //!
 //! An *arena* is the memory in which one end receives: groups, each with the ready queue lines and the direction blocks
-//! of 256 streams, then the data area with the rings (`layout`). A *cursor* is the producer or the consumer of a
-//! stream.
+//! of 256 streams, then the data area with the rings (`layout`). The groups are one *part* of the arena, the data area
+//! is the other. A process maps a part as a whole, or in *segments*, as far as the part is used. A *cursor* is the
+//! producer or the consumer of a stream.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
@@ -27,8 +28,8 @@ use crate::sparse::Sparse;
 /// The arena of one end of a link, as mapped in this process: as a whole ([`anonymous`](Self::anonymous)), or as far as
 /// it is used ([`blank`](Self::blank)). A value of either kind holds one arena after another.
 ///
-/// Threads access the groups without a lock, so the groups keep their addresses from one arena to the next. Then a
-/// thread that is late with a wake-up for an earlier link does no harm.
+/// Threads access the groups without a lock, so the groups keep their addresses from one arena to the next. A thread
+/// that is late with a wake-up for an earlier link then does no harm.
 #[derive(Default)]
 pub struct Side {
     groups: Segments<GROUP_BYTES>,
@@ -36,7 +37,7 @@ pub struct Side {
     whole: Option<Whole>,
 }
 
-/// The mappings of an arena that is mapped as a whole, without the segments that grow.
+/// The mappings of an arena whose groups and data area are each mapped as a whole, not segment by segment.
 struct Whole {
     /// The mapping of the groups; in tests it may be the mapping of the whole arena.
     groups: Mapping,
@@ -73,7 +74,7 @@ impl Side {
     }
 
     /// Maps the beginning of the arena in the file `fd`, which has this layout and keeps its size. Later calls map more
-    /// as it is used. Called while the side holds no arena.
+    /// of the arena as it is used. Called while the side holds no arena.
     pub fn show(&self, fd: BorrowedFd<'_>, layout: &Layout) -> Result<(), Errno> {
         self.groups.show(fd, 0, layout::DATA_OFFSET)?;
         let data = layout::DATA_OFFSET as u64;
@@ -87,7 +88,7 @@ impl Side {
     pub unsafe fn release(&self) {
         match &self.whole {
             None => {
-                // SAFETY: only cursors access the data area.
+                // SAFETY: only cursors and devices access the data area, and by the contract none does any more.
                 unsafe { self.data.unmap() };
                 self.groups.neutralise();
             }
@@ -148,7 +149,7 @@ impl Side {
         let block = self.block(vqpn).ok_or(OpenError::Streams)?;
         // SAFETY: the block is within the mapping, and no cursor uses it, by the contract.
         unsafe { block.as_ref() }.reset();
-        // SAFETY: the same; this is the block's only consumer, which this value outlives.
+        // SAFETY: as above. This is the block's only consumer, and the side outlives it.
         let mut consumer = unsafe { Consumer::new(block, self.area()) };
         // The result names no waiter, since no producer can be waiting yet.
         let _ = consumer.offer(ring).map_err(|_| OpenError::Arena)?;
@@ -159,8 +160,8 @@ impl Side {
     /// [counter](crate::cycles); 0 if that is not known.
     #[inline]
     pub(super) fn told_at(&self, vqpn: Vqpn) -> u64 {
-        // SAFETY: inside a segment of groups, aligned (layout), only atomics. The addresses accept reads and writes for
-        // as long as the side lives.
+        // SAFETY: the address lies inside a segment of the groups, and is aligned (`layout`). Only atomics lie there.
+        // The addresses accept reads and writes for as long as the side lives.
         self.block(vqpn).map_or(0, |block| unsafe { block.as_ref() }.told_at())
     }
 
@@ -227,7 +228,7 @@ impl Side {
     }
 }
 
-/// For tests and the fuzzers.
+/// The constructor for tests and the fuzzers.
 #[cfg(any(test, feature = "mem", feature = "fuzzing"))]
 impl Side {
     /// Returns the arena in `mapping`; `None` if the mapping is shorter than the layout says.
@@ -247,8 +248,8 @@ impl Side {
 impl Drop for Side {
     fn drop(&mut self) {
         if self.whole.is_none() {
-            // SAFETY: holders of a pointer into the arena borrow this value, or have promised to outlive it (the
-            // contract of each fabric's `End::new`).
+            // SAFETY: code that holds a pointer into the arena borrows this value, or has promised that this value
+            // lives longer (the contract of each fabric's `End::new`).
             unsafe {
                 self.groups.unmap();
                 self.data.unmap();
@@ -268,16 +269,17 @@ impl ReadyQueue for Queue<'_> {
     fn line(&self, group: usize) -> Option<&ReadyLine> {
         let offset = layout::line_offset(self.waiter.0.into(), u32::try_from(group).ok()?)?;
         let line = self.side.groups.at(offset)?.cast::<ReadyLine>();
-        // SAFETY: inside a segment of groups, aligned (layout), only atomics. The addresses accept reads and writes for
-        // as long as the side lives.
+        // SAFETY: the address lies inside a segment of the groups, and is aligned (`layout`). Only atomics lie there.
+        // The addresses accept reads and writes for as long as the side lives.
         Some(unsafe { line.as_ref() })
     }
 }
 
-// The mapped part of a shared file, which grows: a first segment of `UNIT` bytes, then segments that are each as long
-// as all segments before them. A segment never moves. Each end maps more when it needs to, without the other, and in
-// any thread ([`Extent::followed_by`]). Mapping a segment needs no descriptor of the file: it continues the mapping of
-// the segment before, from its last page on. So a copy of this page lies in front of the new segment.
+// A part of an arena's file is mapped in segments: a first one of `UNIT` bytes, then segments that are each as long as
+// all segments before them. A segment never moves. Each end maps further segments when it needs them, without the other
+// end, and in any thread ([`Extent::followed_by`]). Mapping a segment needs no descriptor of the file: the new mapping
+// continues the mapping of the segment before, from its last page on. So this page is mapped a second time, in front of
+// the new segment.
 
 /// The most segments of one part of an arena.
 const MOST: usize = 20;
@@ -287,7 +289,7 @@ const MOST: usize = 20;
 static HELD: AtomicUsize = AtomicUsize::new(0);
 const MOST_HELD: usize = 8 << 30;
 
-/// The mapped segments of one part of a file. The default is a part of 0 bytes, with no mapping.
+/// The mapped segments of one part of an arena. The default is a part of 0 bytes, with no mapping.
 #[derive(Default)]
 pub(super) struct Segments<const UNIT: usize> {
     /// The address of the first byte of each segment; null for a segment without addresses. One page lies in front of
@@ -315,7 +317,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         this
     }
 
-    /// Uses a mapping of the caller, as [`whole`](Self::whole) does. To be called on a part of 0 bytes.
+    /// Uses the `total` bytes at `start`, which the caller has mapped, as the part, as [`whole`](Self::whole) does. To
+    /// be called on a part of 0 bytes.
     fn show_whole(&self, start: *mut u8, total: usize) {
         self.total.store(total, Release);
         let count = total.checked_sub(1).map_or(0, |last| segment_of::<UNIT>(last) + 1);
@@ -324,20 +327,20 @@ impl<const UNIT: usize> Segments<UNIT> {
         self.live.store(count as u32, Release);
     }
 
-    /// Becomes a part of 0 bytes again. The caller, which has [passed](Self::show_whole) the mapping, unmaps it.
+    /// Becomes a part of 0 bytes again. The caller unmaps the memory that it has [passed](Self::show_whole).
     fn forget_whole(&self) {
         self.forget();
         self.total.store(0, Release);
         (0..MOST).for_each(|k| self.lose(k));
     }
 
-    /// Maps the first segment of the part that begins at `offset` in the file and has `total` bytes. If the segments
-    /// have addresses from an earlier file, `total` must be the same as then.
+    /// Maps the first segment. The part begins at `offset` in the file `fd`, and has `total` bytes. If the segments
+    /// have addresses from an earlier file, `total` must be the same as for that file.
     fn show(&self, fd: BorrowedFd<'_>, offset: u64, total: usize) -> Result<(), Errno> {
         self.total.store(total, Release);
         match self.extent(0) {
             Some(kept) => {
-                // SAFETY: a mapping of this value; its users form references to atomics only.
+                // SAFETY: the extent is a mapping of this value. Its users form references to atomics only.
                 let shown = unsafe { kept.show(fd, offset, Access::ReadWrite) };
                 shown.inspect_err(|_| self.lose(0))?;
             }
@@ -381,7 +384,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         for next in self.live.load(Acquire) as usize..=k {
             if next < self.shown.load(Acquire) as usize {
                 let extent = self.extent(next).ok_or(Errno::INVAL)?;
-                // SAFETY: a single mapping of this value.
+                // SAFETY: the extent is exactly one mapping of this value.
                 unsafe { extent.open() }?;
             } else {
                 self.show_next(next)?;
@@ -391,9 +394,9 @@ impl<const UNIT: usize> Segments<UNIT> {
         Ok(())
     }
 
-    /// Maps the segments up to the byte at `offset`. Segments that could not be accessed before still cannot. Until
-    /// such a segment is [reached](Self::reach) it takes addresses and never memory, even if the program locks all of
-    /// its memory. Fails as `reach` does, and with ENOMEM if the process would hold more than `MOST_HELD` bytes.
+    /// Maps the segments up to the byte at `offset`. A segment that this call maps cannot be accessed before it is
+    /// [reached](Self::reach). Until then it takes addresses and never memory, even if the program locks all of its
+    /// memory. Fails as `reach` does, and with ENOMEM if the process would hold more than `MOST_HELD` bytes.
     fn hold(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
@@ -412,8 +415,8 @@ impl<const UNIT: usize> Segments<UNIT> {
                 HELD.fetch_sub(bytes, AcqRel);
             })?;
             self.held.fetch_add(bytes, AcqRel);
-            // The mapping has the access rights of the segment before. So only the first held segment has to be shut
-            // here.
+            // The mapping has the access rights of the segment before. So access has to be forbidden for the first held
+            // segment only: the later ones inherit that.
             if next == self.live.load(Acquire) as usize {
                 // SAFETY: the segment was mapped above, and no other code has its address.
                 unsafe { extent.shut() }?;
@@ -436,19 +439,21 @@ impl<const UNIT: usize> Segments<UNIT> {
     }
 
     /// Returns whether the `length` bytes from `offset` on lie in one segment. Each ring that a peer offers has to lie
-    /// in one.
+    /// in one segment.
     pub(super) fn is_piece(&self, offset: usize, length: usize) -> bool {
         let end = offset.checked_add(length).filter(|end| *end <= self.total());
         end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
     }
 
-    /// Gets memory for a mapped piece, as [`Extent::back`] does.
+    /// Gets memory for the `length` bytes from `offset` on, which are mapped and lie in one segment, as
+    /// [`Extent::back`] does.
     pub(super) fn back(&self, offset: usize, length: usize) -> Result<(), Errno> {
         let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
         extent.back(at..at + length)
     }
 
-    /// Releases the memory of a mapped piece, as [`Extent::punch_hole`] does.
+    /// Releases the memory of the `length` bytes from `offset` on, which are mapped and lie in one segment, as
+    /// [`Extent::punch_hole`] does.
     fn punch_hole(&self, offset: usize, length: usize) -> Result<(), Errno> {
         let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
         extent.punch_hole(at..at + length)
@@ -458,7 +463,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     fn neutralise(&self) {
         self.forget();
         for (k, extent) in self.extents() {
-            // SAFETY: a mapping of this value; its users form references to atomics only.
+            // SAFETY: the extent is a mapping of this value. Its users form references to atomics only.
             if unsafe { extent.neutralise() }.is_err() {
                 self.lose(k);
             }
@@ -470,7 +475,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     fn after_fork(&self) {
         self.forget();
         for (_, extent) in self.extents() {
-            // SAFETY: a mapping of this value; its users form references to atomics only.
+            // SAFETY: the extent is a mapping of this value. Its users form references to atomics only.
             unsafe { extent.after_fork() };
         }
         self.total.store(0, Release);
@@ -484,7 +489,7 @@ impl<const UNIT: usize> Segments<UNIT> {
         self.forget();
         for (k, extent) in self.extents() {
             self.lose(k);
-            // SAFETY: a mapping of this value, and no pointer into it is used, by the contract.
+            // SAFETY: the extent is a mapping of this value, and no pointer into it is used, by the contract.
             unsafe { extent.unmap() };
         }
     }
@@ -502,8 +507,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// Forgets the addresses of a segment. Its mapping ends, or the kernel may have removed it: that happens when the
-    /// kernel has no memory to replace a mapping.
+    /// Forgets the addresses of a segment. Called when the caller ends the mapping, or when a call that replaces the
+    /// mapping has failed: the kernel may have removed the mapping then.
     fn lose(&self, k: usize) {
         self.set(k, null_mut());
     }
@@ -551,7 +556,8 @@ pub(super) mod done {
     pub(crate) const LOCAL: u8 = 1;
     pub(crate) const PEER: u8 = 2;
     pub(crate) const BOTH: u8 = LOCAL | PEER;
-    /// The users in this process that [hold](super::Numbers::hold) its rings. The bit is set while there are none.
+    /// The users in this process that [hold](super::Numbers::hold) the number's rings. The bit is set while there are
+    /// none.
     pub(crate) const USERS: u8 = 4;
     pub(crate) const ALL: u8 = BOTH | USERS;
 }
@@ -575,8 +581,8 @@ impl Inner {
     }
 }
 
-/// The numbers that an end gives to its streams, and the free space of its arena. Records which ends have finished with
-/// a number. When both have, its rings are free. The peer never sees this record.
+/// The numbers that an end gives to its streams, and the free space of its arena. The value records which ends have
+/// finished with a number. When both have, the number's rings are free. The peer never sees this record.
 pub(super) struct Numbers {
     done: Sparse<AtomicU8, { MAX_STREAMS as usize / 128 }, 128>,
     inner: Lock<Inner>,
@@ -639,16 +645,16 @@ impl Numbers {
         }
     }
 
-    /// Holds the rings of a number that this end has not closed. They are not freed before [`done::USERS`] is
-    /// [marked](Self::mark), once.
+    /// Holds the rings of a number that this end has not closed. The rings are not freed before the caller
+    /// [marks](Self::mark) [`done::USERS`], which it does once.
     pub(super) fn hold(&self, number: Vqpn) {
         if let Some(done) = self.done.get(number.0 as usize) {
             done.fetch_and(!done::USERS, AcqRel);
         }
     }
 
-    /// Records that the users in `bits` ([`done`]) have finished with the number. Returns the number and its rings
-    /// once: when both ends have finished and no user holds the rings.
+    /// Records that the users in `bits` ([`done`]) have finished with the number. When both ends have finished and no
+    /// user holds the rings, returns the number and its rings, once; otherwise `None`.
     pub(super) fn mark(&self, number: Vqpn, bits: u8) -> Option<Done> {
         let before = self.done.get(number.0 as usize)?.fetch_or(bits, AcqRel);
         if before == done::ALL || before | bits != done::ALL {

@@ -1,7 +1,7 @@
 //! The waiters that can be woken through a link: their numbers, the wake-up words that name them, and the page by which
-//! an instance's waiters sleep ([`FlagPage`]). Also the threads that sleep in the kernel when the socket that they wait
-//! for moves to the library ([`Onlookers`], [`Gate`]), and the threads that share the polling of one descriptor
-//! ([`Pollers`]). Other modules assign numbers to threads, and make doorbells.
+//! an instance's waiters sleep ([`FlagPage`]). The file also keeps account of the threads that sleep in the kernel when
+//! the socket that they wait for moves to the library ([`Onlookers`], [`Gate`]), and of the threads that share the
+//! polling of one descriptor ([`Pollers`]). Other modules assign numbers to threads, and make doorbells.
 //!
 //! A thread that sleeps in one call sleeps on a futex in the page. Peers map the page read only: they can wake the
 //! thread and do nothing else, since they cannot change the word that the thread compares. So a peer's wake-up is lost
@@ -29,7 +29,7 @@ use crate::sync::{AtomicBool, AtomicU64, Presence, Published, SleepFlag};
 /// The most waiters of an instance.
 pub const MAX_WAITERS: u16 = 2048;
 
-/// Waiters below this number sleep on a doorbell, in a system call that polls. The others sleep on a futex.
+/// Waiters with numbers below this one sleep on a doorbell, in a system call that polls. The others sleep on a futex.
 pub const POLLING: u16 = 1024;
 
 /// Offset of the futexes in the page, in bytes.
@@ -149,7 +149,7 @@ impl FlagPage {
 
     /// Returns the ticket of one of this instance's waiters: the value of its futex. The waiter reads the ticket before
     /// it checks any reason not to sleep, and passes it to the sleep on [`Self::futex`]. The ticket is never 0, because
-    /// the kernel may restart a sleep in a fork child that the fork has interrupted. The child [finds
+    /// a fork can interrupt a sleep, and the kernel may then restart the sleep in the child. The child [finds
     /// 0](Self::after_fork) in the futex, so a sleep with another ticket ends at once. No thread would end a sleep on
     /// 0.
     pub fn ticket(&self, id: WaiterId) -> u32 {
@@ -177,7 +177,7 @@ impl FlagPage {
     }
 
     /// Wakes a peer's waiter that sleeps on its futex. Returns false if the waiter's flag is raised and no thread
-    /// sleeps on the futex.
+    /// sleeps on the futex, even after `TRIES` tries.
     pub fn wake(&self, id: WaiterId) -> bool {
         let (Some(flag), Some(bell)) = (self.flag(id), self.bell(id)) else {
             return true;
@@ -191,9 +191,10 @@ impl FlagPage {
 // checks whether the kernel still serves its socket. A thread that moves a socket publishes the move, then checks for
 // sleepers ([`crate::sync`]).
 
-/// A set of sockets, which are named by their slots. One bit stands for all slots that are equal modulo 64, so the set
-/// may seem to have sockets that were not added. In return a sleeping thread costs one exchange however many sockets it
-/// polls. A thread that is woken in vain checks its sockets once more.
+/// A set of sockets, which are named by their slots: the numbers of the library's objects for them. One bit stands for
+/// all slots that are equal modulo 64, so the set may seem to have sockets that were not added. In return a thread
+/// publishes its sockets by one exchange, however many it polls. A thread that is woken in vain checks its sockets once
+/// more.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Slots(u64);
 
@@ -301,10 +302,11 @@ impl Gate {
 }
 
 // Threads that sleep for the events of one descriptor. One of them polls it; if all did, each event would wake all. The
-// others stand by, each on a futex or doorbell of its own. The last poller that leaves calls a thread on standby, which
-// then polls. So as long as a thread sleeps, one thread polls, or is called, or is about to poll. A thread on standby
-// first publishes that and then checks for pollers. A thread that leaves first counts itself out and then checks for
-// threads on standby ([`Presence`]).
+// others stand by, each on a futex or doorbell of its own. The last poller that leaves *calls* a thread on standby: it
+// takes that thread off standby, and wakes it. The thread that was called then polls. So as long as a thread sleeps,
+// one thread polls, or is called, or is about to poll. A thread that goes on standby first publishes that and then
+// checks for pollers. A poller that leaves first counts itself out and then checks for threads on standby
+// ([`Presence`]).
 
 const WORD: u16 = u64::BITS as u16;
 
@@ -381,8 +383,8 @@ impl Pollers {
         self.place(number).is_some_and(|(word, bit)| word.take_bits(bit) == 0)
     }
 
-    /// Calls a thread on standby if no thread polls. Returns the thread's number, and the caller wakes it. `None` if no
-    /// thread was called.
+    /// Calls a thread on standby if no thread polls. Returns the number of the thread, which the caller of this
+    /// function wakes. `None` if no thread was called.
     #[must_use = "who is called sleeps"]
     pub fn call(&self) -> Option<u16> {
         for (at, word) in (0..).zip(&self.standing_by) {

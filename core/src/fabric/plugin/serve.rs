@@ -1,6 +1,6 @@
 //! Makes a plugin's table from a [`Provider`]. Each function checks its pointers, calls the provider, and converts the
-//! result to a number. No panic leaves this module. The module also counts the requests in a provider's send queues
-//! ([`Slots`]).
+//! result to a number. No panic leaves this module. The module also counts the work requests in a provider's send
+//! queues ([`Slots`]).
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -65,7 +65,8 @@ pub struct Incoming<C> {
 
 /// A connection of a [`Provider`], with the functions of [`Plugin`]; dropping it frees it.
 pub trait Connection: Sized {
-    /// Accepts the request with `private` as the answer, perhaps beside another connection.
+    /// Accepts the request with `private` as the answer, perhaps beside another connection (as `Plugin::connect`
+    /// describes).
     fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()>;
     /// Refuses the request.
     fn reject(self);
@@ -77,19 +78,19 @@ pub trait Connection: Sized {
     /// Registers memory, until it is deregistered or the connection has ended.
     ///
     /// # Safety
-    /// As of [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register).
+    /// As for [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register).
     unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Region>;
     /// Deregisters memory: no work request accesses it after this returns.
     fn deregister(&self, handle: u64);
     /// Posts a WRITE.
     ///
     /// # Safety
-    /// As of [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write).
+    /// As for [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write).
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()>;
     /// Posts a READ.
     ///
     /// # Safety
-    /// As of [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read).
+    /// As for [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read).
     unsafe fn read(&self, read: &Read) -> Result<()>;
     /// Posts a message, which is copied.
     fn send(&self, message: &[u8]) -> Result<()>;
@@ -105,7 +106,7 @@ pub trait Connection: Sized {
 
 const INVALID: Errno = Errno(libc::EINVAL);
 
-/// The result of a function's body as a number; a body without a result returns 0.
+/// Converts the result of a function's body to a number: 0 for a body without a result.
 trait Code {
     fn code(self) -> i32;
 }
@@ -156,7 +157,7 @@ unsafe fn take<P: Provider>(handle: *mut Conn) -> Option<Box<P::Conn>> {
 }
 
 /// # Safety
-/// Null with length 0, or readable memory of this length for the time of the call.
+/// `at` is null, or readable for `len` bytes during the call.
 unsafe fn bytes<'a>(at: *const u8, len: usize) -> Result<&'a [u8]> {
     if at.is_null() {
         return if len == 0 { Ok(&[]) } else { Err(INVALID) };
@@ -166,7 +167,7 @@ unsafe fn bytes<'a>(at: *const u8, len: usize) -> Result<&'a [u8]> {
 }
 
 /// # Safety
-/// Null, or valid for a write.
+/// `at` is null, or valid for a write.
 unsafe fn put<T>(at: *mut T, value: T) -> Result<()> {
     if at.is_null() {
         return Err(INVALID);
@@ -208,7 +209,7 @@ macro_rules! functions {
 // All functions below rely on the contract of `Plugin`: a pointer is null or valid during the call, and a handle is one
 // that the plugin has returned. Each connection is used as `Plugin` describes.
 functions! {
-    /// The functions of the plugin that the library calls. Any thread may call the functions that have no connection.
+    /// The functions of the plugin that the library calls. Any thread may call the functions that take no connection.
     /// For one connection, one thread at a time calls `poll`, one thread at a time calls `write`, `read`, `send` and
     /// `probe`, and any thread may call `disconnect`. Only `connect` and `destroy` may wait.
     pub struct Plugin;
@@ -234,7 +235,7 @@ functions! {
     /// Stores the next request. Returns -EAGAIN if there is none at this moment. After any other error no more requests
     /// come.
     fn next_request<P>(listener: *mut Listener, out: *mut Request) -> i32 {
-        // SAFETY: null, or a handle of `listen`, which is a pointer to a listener.
+        // SAFETY: the pointer is null, or a handle of `listen`, which is a pointer to a listener.
         let listener = unsafe { listener.cast::<P::Listener>().as_ref() }.ok_or(INVALID)?;
         let Incoming { conn, private } = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
         let conn = give::<P>(conn);
@@ -245,7 +246,7 @@ functions! {
     /// Closes a listener.
     fn close_listener<P>(listener: *mut Listener) -> i32 {
         if !listener.is_null() {
-            // SAFETY: a handle of `listen`, which is not used any more.
+            // SAFETY: the pointer is a handle of `listen`, which is not used any more.
             drop(unsafe { Box::from_raw(listener.cast::<P::Listener>()) });
         }
         Ok(())
@@ -288,7 +289,7 @@ functions! {
 
     /// Rejects a request, and frees its connection.
     fn reject<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is not used any more.
+        // SAFETY: the handle is valid by the contract of `Plugin`, and is not used after this call.
         if let Some(conn) = unsafe { take::<P>(conn) } {
             conn.reject();
         }
@@ -369,7 +370,7 @@ functions! {
                 Completed::Read => (completion::READ, 0, null(), 0),
                 Completed::Probed => (completion::PROBED, 0, null(), 0),
             };
-            // SAFETY: the caller's function with the caller's context; the completion lives during the call.
+            // SAFETY: the caller has passed the function with its context. The completion lives during the call.
             unsafe { each(context, &Completion { kind, immediate, bytes, len }) };
         })?;
         Ok(i32::try_from(count).unwrap_or(i32::MAX))
@@ -388,9 +389,9 @@ functions! {
         Ok(())
     }
 
-    /// Frees the connection. No thread is in another call for it, or will make one.
+    /// Frees the connection. No thread is in another call for the connection, and none makes one later.
     fn destroy<P>(conn: *mut Conn) -> i32 {
-        // SAFETY: the handle is not used any more.
+        // SAFETY: the handle is valid by the contract of `Plugin`, and is not used after this call.
         drop(unsafe { take::<P>(conn) });
         Ok(())
     }
@@ -404,22 +405,24 @@ functions! {
 }
 
 // The work requests of a send queue have numbers, from 0. Request n asks for a completion if n + 1 is a multiple of a
-// quarter of the queue's length. It also asks if the requests posted since the last one that asked move a quarter of
-// the most bytes. So a full queue always holds a request that asks, and its completion frees all requests up to it. The
-// queue also counts as full when its requests have the most bytes to move. The device moves bytes in the order of the
-// posts, so this bound keeps a small message from waiting behind megabytes of other streams.
+// quarter of the queue's length. It also asks if the requests after the last one that asked, up to itself, move a
+// quarter of `most_bytes` or more. So a full queue always holds a request that asks, and its completion frees all
+// requests up to it. The queue also counts as full while its requests have `most_bytes` or more to move. The device
+// moves bytes in the order of the posts, so this bound keeps a small message from waiting behind megabytes of other
+// streams.
 
-/// The most bytes in the queue of a link's own queue pair. A device of 400 Gbit/s takes 20 µs for them, which is longer
-/// than a round trip, so the device stays busy until the next poll.
+/// The limit `most_bytes` for the queue of a link's own queue pair, in bytes. A device of 400 Gbit/s takes 20 µs for 1
+/// MiB, which is longer than a round trip, so the device stays busy until the next poll.
 pub const FOR_MESSAGES: u64 = 1 << 20;
-/// The most bytes in the queue of a bulk queue pair, which gets pieces of up to 1 MiB.
+/// The limit `most_bytes` for the queue of a bulk queue pair, in bytes. That queue gets pieces of up to 1 MiB.
 pub const FOR_BULK: u64 = 4 << 20;
 
 /// The bit by which the thread that posts asks to be notified of room.
 const WANTED: u32 = 1;
 
 /// The counts of one send queue: its work requests, and the bytes that they move. They decide which requests ask for a
-/// completion, and show whether the poster waits for room. The poster and the poller may be two threads.
+/// completion, and show whether the poster waits for room. The poster is the thread that posts requests, the poller the
+/// thread that polls for their completions; they may be two threads.
 #[derive(Debug)]
 pub struct Slots {
     depth: u64,
@@ -429,9 +432,11 @@ pub struct Slots {
     posted: AtomicU64,
     /// The number of work requests completed; written by the poller.
     freed: Published<AtomicU64>,
-    /// For each slot: the bytes of all requests up to the request in that slot. Written by the poster.
+    /// For each slot: the bytes that all requests move, from the first to the request in that slot. Written by the
+    /// poster.
     bytes: Box<[AtomicU64]>,
-    /// The bytes of all requests up to the last that asks for a completion. Used by the poster only.
+    /// The bytes that all requests move, from the first to the last one that asks for a completion. Used by the poster
+    /// only.
     signalled: AtomicU64,
     /// Not 0 if the poster found the queue full, or was turned away for another reason.
     wants_room: Attention,
@@ -446,13 +451,13 @@ pub struct Turn {
     pub signal: bool,
     /// The request's number plus one: the number of requests that are complete when this one is.
     pub frees: u64,
-    /// The bytes of all requests posted, including this one.
+    /// The bytes that this request and all earlier ones of the queue move. Goes into `Slots::bytes`.
     bytes: u64,
 }
 
 impl Slots {
-    /// Returns the counts of an empty queue for `depth` work requests, at least 1. The queue takes no more requests
-    /// while it has `most_bytes` or more to move.
+    /// Returns the counts of an empty queue for `depth` work requests; 0 counts as 1. The queue takes no more requests
+    /// while it has `most_bytes` or more bytes to move.
     pub fn new(depth: u32, most_bytes: u64) -> Self {
         let depth = u64::from(depth.max(1));
         Self {
@@ -489,8 +494,8 @@ impl Slots {
     }
 
     fn is_full(&self, posted: u64) -> bool {
-        // Acquires the count that `completed` has published: the device has read the slots of the requests that it
-        // counts.
+        // Acquires the count that `completed` has published. The device has read the slots of all requests in that
+        // count.
         let freed = self.freed.look();
         let outstanding = posted.wrapping_sub(freed);
         // The second condition reads the slot of the last freed request. That slot is not reused before `outstanding`
@@ -499,7 +504,7 @@ impl Slots {
             || outstanding > 0 && self.bytes_up_to(posted).wrapping_sub(self.bytes_up_to(freed)) >= self.most_bytes
     }
 
-    /// Returns the bytes of the first `number` work requests.
+    /// Returns the bytes that the first `number` work requests move.
     fn bytes_up_to(&self, number: u64) -> u64 {
         let slot = number.checked_sub(1).map(|last| (last % self.depth) as usize);
         let bytes = slot.and_then(|slot| self.bytes.get(slot));
@@ -525,7 +530,7 @@ impl Slots {
         still()
     }
 
-    /// Returns whether the poster was turned away, once for each time. To be called after the end of the reason was
+    /// Returns whether the poster was turned away since the last call. To be called after the end of the reason was
     /// [published](Published::publish).
     pub fn is_wanted(&self) -> bool {
         self.wants_room.take() != 0

@@ -73,7 +73,8 @@ mod sequences {
                     None => {
                         cursor.begin(&queue);
                         if let Some(v) = cursor.pop(&queue) {
-                            // The stream may have been pushed again after its word was taken.
+                            // The queue may hold the stream still, since it may have been pushed again after its word
+                            // was taken.
                             model.remove(&v);
                         }
                     }

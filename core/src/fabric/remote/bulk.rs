@@ -1,7 +1,8 @@
 //! The bulk queue pair of a link between hosts. It carries the transfers straight into and out of the memory of
-//! programs (`put.rs`, `get.rs`). PLACED records follow the WRITEs on it. A refused access ends the bulk queue pair and
-//! nothing else (docs/protocol.md, P90); another one may replace it. Also the end's calls for these transfers.
-//! `pump.rs` decides what the queue pair carries.
+//! programs (`put.rs`, `get.rs`). PLACED records, the *answers* to adverts, follow the WRITEs on it. A refused access
+//! ends the bulk queue pair and nothing else (docs/protocol.md, P90); another one may replace it. The file also has the
+//! end's calls for these transfers. `pump.rs` decides what the queue pair carries. `remote.rs` defines advert, PLACED,
+//! loan and SOURCE.
 
 use std::collections::VecDeque;
 
@@ -27,11 +28,12 @@ pub(super) struct Bulk<Q> {
     is_full: bool,
     /// The streams, by the peer's number, that wait for room.
     stalled: Vec<u32>,
-    /// The local streams whose adverts the peer may still answer, and their limit, since each answer takes a receive
-    /// buffer. Streams whose adverts have ended are removed before the next advert.
+    /// The local streams whose adverts the peer may still answer. `most_landings` is the most of them, since each
+    /// answer takes a receive buffer. Streams whose adverts have ended are removed before the next advert.
     pub landings: Vec<u32>,
     pub most_landings: usize,
-    /// The READs that are posted and not complete, and their limit: 0 if no READ can be posted.
+    /// The READs that are posted and not complete. `most_reads` is the most of them; 0 if the queue pair takes no
+    /// READs.
     pub reads: VecDeque<Asked>,
     pub most_reads: usize,
     /// The local streams that may have more to read, in the order of their turns.
@@ -64,7 +66,7 @@ impl<Q: QueuePair> Bulk<Q> {
         }
     }
 
-    /// Processes the result of a post. Returns false if there was no room.
+    /// Processes the result of a post. Returns false if the send queue had no room.
     fn posted(&mut self, result: Result<(), PostError>) -> Result<bool, Down> {
         self.is_full |= result == Err(PostError::Full);
         match result {
@@ -73,8 +75,8 @@ impl<Q: QueuePair> Bulk<Q> {
         }
     }
 
-    /// Posts a WRITE of a stream. Returns false if there is no room. When there is, [`on_room`](Self::on_room) passes
-    /// the stream to its callback.
+    /// Posts a WRITE of a stream. Returns false if the send queue has no room. When it has room again,
+    /// [`on_room`](Self::on_room) passes the stream to its callback.
     ///
     /// # Safety
     /// As for [`QueuePair::write`].
@@ -97,14 +99,15 @@ impl<Q: QueuePair> Bulk<Q> {
     }
 
     /// Returns the stream whose turn it is to read, and removes it. `None` if there is none, or if no READ may be
-    /// posted. [`read`](Self::read) adds the stream again.
+    /// posted at this moment. On a queue pair that takes no READs the stream is returned all the same, so that the
+    /// caller ends its loan. [`read`](Self::read) adds the stream again.
     pub(super) fn next_reader(&mut self) -> Option<u32> {
         let may = !self.is_full && (self.reads.len() < self.most_reads || self.most_reads == 0);
         may.then(|| self.readers.pop_front()).flatten()
     }
 
-    /// Posts a READ for a stream, and adds the stream again. Returns false if there is no room; the stream then has the
-    /// first turn when there is.
+    /// Posts a READ for a stream, and adds the stream again. Returns false if the send queue has no room; the stream
+    /// then has the first turn when it has room again.
     ///
     /// # Safety
     /// As for [`QueuePair::read`].
@@ -121,7 +124,8 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(is_posted)
     }
 
-    /// Sends PLACED, behind all WRITEs that were posted before. Fails if too many answers wait.
+    /// Sends PLACED, behind all WRITEs that were posted before. Fails if too many answers wait, or if the queue pair
+    /// has failed.
     pub(super) fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Down> {
         if self.answers.len() >= MOST_ANSWERS {
             return Err(Down(0));
@@ -143,7 +147,7 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(())
     }
 
-    /// Records that the send queue has room. Calls `wake` with each stream that waits for it.
+    /// Records that the send queue has room. Calls `wake` with each stream that waits for room.
     pub(super) fn on_room(&mut self, wake: impl FnMut(u32)) -> Result<(), Down> {
         self.is_full = false;
         self.stalled.drain(..).for_each(wake);
@@ -221,9 +225,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         })?
     }
 
-    /// Announces a buffer to the peer, or only its beginning. The program waits with it on stream `mine`, whose ring is
-    /// empty. The buffer is for the bytes that come next. [`landed`](Self::landed) returns its state. `None` if the
-    /// buffer cannot be used.
+    /// Announces a buffer to the peer, or only its beginning. The program waits with the buffer on stream `mine`, whose
+    /// ring is empty. The buffer is for the bytes that come next. [`landed`](Self::landed) returns its state. `None` if
+    /// the buffer cannot be used.
     pub fn advertise(&self, mine: Vqpn, buffer: Buffer) -> Option<Memory> {
         let made = self.with(|engine| engine.advertise(&self.shared, mine.0, buffer))?;
         let _ = self.run(PUMP);
@@ -231,7 +235,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Returns the state of an advert. The bytes in its buffer count as the next bytes of the ring, which does not have
-    /// them. The caller that gets them consumes as many bytes of the ring, and then calls
+    /// them. A caller that uses these bytes consumes as many bytes of the ring, and then calls
     /// [`settle_head`](Self::settle_head). `None` in a signal handler that has interrupted the engine.
     pub fn landed(&self, mine: Vqpn, serial: u32) -> Option<Landed> {
         self.with(|engine| {
@@ -275,9 +279,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.with(|engine| engine.wanted(&self.shared, theirs.0)).unwrap_or(0)
     }
 
-    /// Lends program memory for WRITEs: the next `len` bytes of a producer, which is at `position`. They are
-    /// [wanted](Self::wanted), and stay at `address`, registered under `key`. The producer commits them without writing
-    /// them to the ring. Returns false if the peer cannot take them. The caller ends the loan by
+    /// Lends program memory for WRITEs: it has the next `len` bytes of a producer, which is at `position`. The bytes
+    /// are [wanted](Self::wanted), and stay at `address`, registered under `key`. The producer commits them without
+    /// writing them to the ring. Returns false if the peer cannot take them. The caller ends the loan by
     /// [`take_source`](Self::take_source).
     pub fn lend_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
         let source = Source::new(position, address, len, Some(key));
@@ -287,7 +291,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Lends program memory to the peer's device, which reads the bytes under the remote `key` into the peer's ring.
     /// Returns false if the memory cannot be lent, for example because bytes that were committed before are not sent.
-    /// The caller ends the loan by [`take_source`](Self::take_source), when it [is done](Self::is_source_done).
+    /// The caller ends the loan by [`take_source`](Self::take_source), when the loan [is done](Self::is_source_done).
     pub fn offer_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
         let source = Source::new(position, address, len, None);
         self.with(|engine| engine.offer_source(&self.shared, theirs.0, source, key))
@@ -299,7 +303,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.of_peer(theirs, |s| s.out.loans.untold = None);
     }
 
-    /// Returns whether the loan has to be ended: the peer has all of the bytes, or needs the rest in the ring.
+    /// Returns whether the loan has to be ended: the peer has all of the bytes, or needs the rest in the ring. Also
+    /// returns true if no memory is lent.
     pub fn is_source_done(&self, theirs: Vqpn) -> bool {
         let is_done = self.of_peer(theirs, |s| {
             let is_over = |source: Source| source.is_offered() && !s.out.loans.is_open();

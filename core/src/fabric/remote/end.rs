@@ -1,7 +1,7 @@
 //! An end of a link between hosts: its calls, and which thread does the work. The engine does the work itself
 //! (`engine.rs`): it carries the changes of this end's arena, and of the mirror of the peer's, over the queue pair.
 //! `bulk.rs` has the calls for transfers that bypass the rings. A *head* is the position up to which a reader has
-//! consumed a direction. A *cursor* is the producer or the consumer of a stream.
+//! consumed a direction. A *cursor* is the producer or the consumer of a stream. Waiter 0 is the service thread's.
 //!
 //! # Threads
 //! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for nothing that
@@ -59,12 +59,13 @@ use crate::wire::{MAX_MESSAGE, Message};
 /// # When both ends end a direction
 /// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Between hosts both
 /// can succeed, each at its own end, if END and STOP cross on their way. Both marks then stay. The producer's end may
-/// have gone on with TCP by then, and cannot put the unread bytes at their place there. So an end resets the connection
-/// if it gets a DEMOTE-REQUEST with a position for a stream whose producer [is ended](Producer::is_ended).
+/// have sent later bytes over TCP by then, so it cannot send the unread bytes there in their order. So an end resets
+/// the connection if it gets a DEMOTE-REQUEST with a position for a stream whose producer [is
+/// ended](Producer::is_ended).
 pub struct End<Q, L> {
     pub(super) shared: Shared<Q, L>,
     pub(super) engine: Lock<Engine<Q>>,
-    /// Work that is left to the holder of the lock: [`PUMP`], [`POLL`], [`SETTLE`].
+    /// Work that is left to the holder of the lock, as bits such as [`PUMP`], [`POLL`] and [`SETTLE`].
     again: Handoff,
     /// The number of polls that threads left out because another thread held the engine.
     looks_saved: AtomicU64,
@@ -140,8 +141,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.registries.iter().for_each(Registry::reset);
         self.fault_unseen.publish(false);
         put(&self.shared.qp);
-        // The fault is cleared last, and under the lock. A thread that met the fault of the old link has set it before
-        // that.
+        // The fault is cleared last, and under the lock: a turn that met a fault of the old link has stored it under
+        // the lock too, and so before that.
         self.fault.clear();
         true
     }
@@ -185,10 +186,11 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// [`progress`](Self::progress) does. If another thread holds the engine, that thread polls instead. The caller
     /// checks its own reasons not to sleep after this.
     pub fn arm(&self) -> Result<bool, Fault> {
-        // A section: a signal handler's jump waits until this thread is counted out.
+        // Begins a section: a jump out of a signal handler waits until this thread is counted out.
         let thread = thread::current();
         thread.begin();
-        // Counted in before the check for a fault: either `take_pair` sees this thread, or this thread sees the fault.
+        // The thread is counted in before it checks for a fault: either `take_pair` sees this thread, or this thread
+        // sees the fault.
         self.users.enter();
         let armed = match self.fault.get() {
             Some(fault) => Err(fault),
@@ -217,9 +219,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.local.armed().store(false, Relaxed);
     }
 
-    /// Sends the heads that have been held back since the last call. Until then the peer counts an idle direction's
-    /// last bytes as unread. They are less than a quarter of a ring, and no thread waits for their head. The caller
-    /// repeats the call while the end still [owes](Self::owes) heads.
+    /// Sends the heads that were held back, and that have not moved since the last call. Until its head is sent, the
+    /// peer counts an idle direction's last bytes as unread. These bytes are less than a quarter of a ring, and no
+    /// thread waits for their head. The caller repeats the call while the end still [owes](Self::owes) heads.
     pub fn settle(&self) {
         if self.shared.owes.begin() {
             let _ = self.run(SETTLE | PUMP);
@@ -238,7 +240,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         if self.shared.watch_unseen.load(Relaxed) {
             self.shared.watch_unseen.publish(false);
         }
-        // Read after the line above, so that a watch that begins at this moment wakes waiter 0 again.
+        // Read after the store above, so that a watch that begins at this moment wakes waiter 0 again.
         self.shared.is_watched.look()
     }
 
@@ -268,7 +270,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.run(PUMP);
     }
 
-    /// Returns the peer's next message; `None` if there is none. Waiter 0 is woken when one comes.
+    /// Returns the peer's next message; `None` if there is none. Waiter 0 is woken when a message comes.
     pub fn take_message(&self) -> Option<Message> {
         if self.shared.news.look() == 0 {
             return None;
@@ -295,8 +297,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         Some(bytes)
     }
 
-    /// Returns how many bytes committed to the peer's stream `theirs` have not been sent, because its ring or the queue
-    /// pair has no room. Returns 0 in a signal handler that has interrupted the engine.
+    /// Returns how many bytes committed to the peer's stream `theirs` have not been sent, because the peer's ring or
+    /// the queue pair has no room. Returns 0 in a signal handler that has interrupted the engine.
     pub fn unsent(&self, theirs: Vqpn) -> u64 {
         let unsent = self.of_peer(theirs, |s| {
             let tail = self.shared.block_mirror(theirs.0)?.tail();
@@ -343,8 +345,9 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
     }
 
-    /// Takes the link down. After this returns, no record is sent or applied any more, except by a thread that this
-    /// call has interrupted. The caller ends the queue pair. Returns true if the link was up.
+    /// Takes the link down. After this returns, no record is sent or applied any more. There is one exception: if a
+    /// signal handler makes the call, the thread that it has interrupted may finish its turn. The caller ends the queue
+    /// pair. Returns true if the link was up.
     pub fn set_down(&self) -> bool {
         let first = self.fault.set(Fault::Closed);
         // A thread that holds the engine has checked for a fault before this one was set. It may finish its turn.
@@ -352,8 +355,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         first
     }
 
-    /// Calls `take` with the queue pair of a link that is down, to end it. No thread of this process uses the queue
-    /// pair any more. If a thread still uses it, returns `None` without a call.
+    /// Takes the link down, and calls `take` with its queue pair, to end the queue pair. No thread of this process uses
+    /// it at that moment or later. Returns `None`, without the call, if a thread still uses the queue pair.
     pub fn take_pair<T>(&self, take: impl FnOnce(&Q) -> T) -> Option<T> {
         self.set_down();
         let _engine = self.engine.lock()?;
@@ -372,7 +375,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return false;
         };
         let old = std::mem::replace(&mut *engine, Engine::new(&self.shared.limits));
-        // This is done under the lock, so the next holder finds the fault, or no streams.
+        // This is done under the lock, so the next holder finds the fault, or an engine without streams.
         // SAFETY: by the contract. Every other user of the data areas holds the lock, or is counted in `users`.
         self.sides().into_iter().for_each(|side| unsafe { side.release() });
         drop(engine);
@@ -417,7 +420,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             None => engine.run(&self.shared, what),
         };
         if let Err(fault) = result {
-            // Before the lock is released, so that no further record is applied.
+            // The fault is set before the lock is released, so that no further record is applied.
             self.fail(fault);
         }
         self.let_go_of(engine);
@@ -453,7 +456,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         if is_of_link {
             self.users.enter();
         }
-        // Keeps the section open: a signal handler's jump waits until this thread is counted out.
+        // Keeps the section open: a jump out of a signal handler waits until this thread is counted out.
         let _section = engine.unlock();
         self.finish(after);
         if is_of_link {
@@ -496,7 +499,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
     }
 
-    /// Holds the rings of stream `mine`, as `shm::End::hold` does.
+    /// Holds the rings of stream `mine`, which this end has not closed. The rings are kept until `let_go` is called,
+    /// once.
     pub fn hold(&self, mine: Vqpn) {
         self.numbers.hold(mine);
     }
@@ -566,10 +570,11 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         taken.unwrap_or(false)
     }
 
-    /// CLOSED follows the bytes still to be carried over: before an end mark all of them, otherwise those for which the
-    /// peer's ring has room. This end has finished with the number when CLOSED is sent. If the queue pair is full, that
-    /// takes later calls of [`progress`](Self::progress). CLOSED may not have arrived when the process ends. A caller
-    /// that needs it to arrive first calls [`unconfirmed`](Self::unconfirmed) until that returns 0.
+    /// CLOSED follows the bytes still to be carried over. If the direction has an end mark these are all bytes before
+    /// the mark, otherwise only those for which the peer's ring has room. This end has finished with the number when
+    /// CLOSED is sent. If the queue pair is full, a later call of [`progress`](Self::progress) sends it. CLOSED may not
+    /// have arrived when the process ends. A caller that needs it to arrive first calls
+    /// [`unconfirmed`](Self::unconfirmed) until that returns 0.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
         self.numbers.keep(mine, consumer);
         let Some(yours) = theirs else {
@@ -604,7 +609,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
     }
 
     /// Sends a message, behind the state of its stream that the peer needs first: heads, offers, flags, a stop. Fails
-    /// for messages with fds. [`close`](Self::close) sends CLOSED where there is a stream.
+    /// for messages with fds. For a paired stream [`close`](Self::close) sends CLOSED, in place of this call.
     fn send(&self, message: &Message) -> Result<(), SendError> {
         if self.fault.get().is_some() {
             return Err(SendError::Down);

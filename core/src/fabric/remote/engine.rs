@@ -1,7 +1,7 @@
 //! The state of one end of a link between hosts, the effects of this end's calls on it, and its turn. A turn processes
 //! completions (`receive.rs`), sends what can be sent (`pump.rs`), and checks whether the peer's device still answers
 //! (`watch.rs`). `end.rs` has the lock around this state, decides which thread takes the turn, and has the work that is
-//! done outside the lock. `remote.rs` defines mirror, advert and loan; `stream.rs` defines head and tail.
+//! done outside the lock. `remote.rs` defines mirror, advert and loan, `shared.rs` chunk, `stream.rs` head and tail.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
@@ -26,7 +26,7 @@ use crate::wire::Message;
 pub(super) const PUMP: u32 = 1;
 /// Poll the queue pair before all other work.
 pub(super) const POLL: u32 = 2;
-/// Also send the heads that were held back.
+/// Send the heads (how far this end's programs have read) that were held back.
 pub(super) const SETTLE: u32 = 4;
 /// Call `Watch::tick`.
 pub(super) const TICK: u32 = 8;
@@ -180,7 +180,7 @@ impl<Q: QueuePair> Engine<Q> {
         (bytes, ask)
     }
 
-    /// Takes a turn that does the work `what`. Returns true if there was a completion.
+    /// Takes a turn that does the work `what`, bits such as `PUMP`. Returns true if there was a completion.
     pub(super) fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
         if what & ARM != 0

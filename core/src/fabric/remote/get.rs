@@ -1,9 +1,9 @@
 //! READs from the memory of a sending program, between hosts (docs/protocol.md, P96–P99): the rules of one direction,
 //! which are pure, and the engine's part. A *loan* is memory of a sending program, which the record SOURCE announces.
-//! The reader's device reads it into the reader's ring, or into the buffer of the reader's program. The record TAKEN
-//! ends the loan. The local program lends memory ([`Loans`]), or the peer's program does ([`Takings`]). Positions are
-//! exact, as for direct transfers (`put.rs`): while a loan is open no other record of the direction is sent, and TAKEN
-//! reports up to which position the bytes went by the loan. `bulk.rs` has the queue pair.
+//! The reader's device reads the memory into the reader's ring, or into the buffer of the reader's program. The record
+//! TAKEN ends the loan. The local program lends memory ([`Loans`]), or the peer's program does ([`Takings`]). Positions
+//! are exact, as for direct transfers (`put.rs`): while a loan is open no other record of the direction is sent, and
+//! TAKEN reports up to which position the bytes went by the loan. `bulk.rs` has the queue pair.
 
 use crate::fabric::remote::bulk::Asked;
 use crate::fabric::remote::engine::{Engine, Means};
@@ -78,8 +78,8 @@ impl Takings {
         self.0.is_some()
     }
 
-    /// Records a loan for the bytes that follow `tail`. The ring has room up to `window`. Fails if the loan does not
-    /// fit that.
+    /// Records a loan for the bytes that follow `tail`. The ring has room up to `window`. Fails if a loan is open, or
+    /// if this loan is impossible, begins at another position or ends beyond `window`.
     pub(super) fn begin(&mut self, loan: Memory, tail: u64, window: u64) -> Result<(), Breach> {
         if !loan.is_possible() || self.is_open() || loan.position != tail || loan.end() > window {
             return Err(Breach::Loan);
@@ -247,7 +247,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// Forgets a number that both ends have finished with, and schedules it to be freed. If READs may still bring bytes
-    /// into the stream's ring, that happens later.
+    /// into the stream's ring, both happen later.
     pub(super) fn forget_when_quiet<L: Local>(&mut self, g: &Shared<Q, L>, done: Done) {
         if self.streams.get(done.number.0).is_some_and(Stream::is_read_into) {
             self.unforgotten.push(done);
@@ -272,8 +272,8 @@ impl<Q: QueuePair> Engine<Q> {
             // SAFETY: the target is in a chunk of this end's arena that is registered under the key, or in the buffer
             // of a waiting call. In the arena, the ring has room at these positions, and its reader does not read there
             // before the tail goes on. The ring is kept as long as the READ may be under way (`forget_when_quiet`).
-            // With a buffer, the program's call returns only when all READs into the buffer have completed, or its
-            // registration has ended.
+            // With a buffer, the program's call returns only when all READs into the buffer have completed, or the
+            // buffer's registration has ended.
             let is_posted = unsafe { bulk.read(mine, &read, into) };
             if is_posted != Ok(true) {
                 self.means.is_lost |= is_posted.is_err();
@@ -333,8 +333,9 @@ impl<Q: QueuePair> Means<Q> {
     }
 }
 
-/// Returns the next READ of a loan, and the serial of the advert whose buffer the READ fills, if it is not for the
-/// ring. `rest` is the part of the loan for which no READ was posted. `None` if the ring's memory is not registered.
+/// Returns the next READ of a loan, and the serial of the advert whose buffer the READ fills; no serial if the READ
+/// fills the ring. `rest` is the part of the loan for which no READ was posted. `None` if the ring's memory is not
+/// registered.
 fn next_read<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     chunks: &Chunks,

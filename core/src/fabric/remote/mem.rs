@@ -3,7 +3,7 @@
 //! memory. A test can set a delay, under a virtual clock, and choose the work request at which the connection ends.
 //!
 //! The modelled network carries out work requests when either end polls. It reads source memory at that time, not when
-//! the work request is posted, as a device may do. Built for tests and with the feature `mem`.
+//! the work request is posted, as a device may do. The file is built for tests, and with the feature `mem`.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +19,8 @@ pub struct Config {
     pub limits: Limits,
     /// The most work requests that are posted and whose completion was not polled.
     pub send_queue: usize,
-    /// The number of work requests that one completion stands for. It is less only if the send queue is full.
+    /// The number of work requests that one completion stands for. A completion stands for fewer only after the send
+    /// queue was full.
     pub signal_every: usize,
     /// The delay from one end to the other in µs.
     pub delay: u64,
@@ -237,7 +238,7 @@ impl State {
             return Err("bad remote key");
         }
         let from = std::ptr::with_exposed_provenance::<u8>(read.from as usize);
-        // SAFETY: as for a WRITE.
+        // SAFETY: as in `write`.
         unsafe { std::ptr::copy(from, read.to, read.len as usize) };
         if let Some(device) = self.devices.get_mut(me) {
             device.read += 1;

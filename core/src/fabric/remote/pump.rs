@@ -6,7 +6,8 @@
 //! A stream's turn sends the records of its local consumer ([`Means::control`]), then the records of its local producer
 //! ([`Means::data`]). Some bytes bypass the rings. Bytes for an *advert*, a buffer with which the peer's program waits,
 //! are written straight into that buffer, and PLACED follows them ([`Means::direct`]). Bytes of a *loan*, memory of the
-//! local program, are read by the peer's device between SOURCE and TAKEN.
+//! local program, are read by the peer's device between SOURCE and TAKEN. `shared.rs` defines chunk, `stream.rs` head
+//! and tail.
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -71,8 +72,8 @@ impl<Q: QueuePair> Engine<Q> {
     /// Sends the messages of the side channel, each behind the state of its stream that the peer needs first.
     fn messages<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         let Some(mut outbox) = g.outbox.lock() else {
-            // Only a signal handler fails to take this lock: it has interrupted its own thread while that queued a
-            // message. The interrupted call sends the messages afterwards.
+            // Only a signal handler fails to take this lock: it has interrupted its own thread while the thread queued
+            // a message. The interrupted call sends the messages afterwards.
             return Ok(());
         };
         while let Some(message) = outbox.front() {
@@ -107,8 +108,8 @@ impl<Q: QueuePair> Engine<Q> {
         if turn == Turn::More {
             return Ok(turn);
         }
-        // Bytes before an end mark have to be sent to a peer that still reads. Bytes without an end mark do not: they
-        // go over TCP.
+        // Bytes before an end mark have to be sent to a peer that still reads. Bytes without an end mark need not be
+        // sent: they go over TCP.
         let is_owed =
             turn == Turn::Full && !s.peer_left && g.block_mirror(theirs).is_some_and(DirectionBlock::has_ended);
         let closes = s.closing && !is_owed;
@@ -224,8 +225,8 @@ impl<Q: QueuePair> Means<Q> {
         if out.stopped {
             return Ok(Turn::Done);
         }
-        // While a loan is open nothing is sent before TAKEN has come, which tells how far the peer has read. Then the
-        // direction goes on when `take_source` has copied the rest into the mirror.
+        // While a loan is open nothing is sent before TAKEN has come, which reports how far the peer has read. After
+        // TAKEN the direction goes on once `take_source` has copied the rest of the bytes into the mirror.
         let is_lent = out.targets.source.is_some_and(|source| source.is_offered());
         if out.targets.holds(out.head) || out.loans.reach().is_some() || is_lent && !out.loans.is_open() {
             return Ok(Turn::Full);
@@ -243,7 +244,8 @@ impl<Q: QueuePair> Means<Q> {
                 };
                 self.sender.put(&g.qp, &record)?;
                 out.on_switched();
-                // WRITEs on the bulk queue pair could arrive before this record.
+                // The open advert is dropped, since WRITEs for it on the bulk queue pair could arrive before this
+                // record.
                 out.targets.drop_open();
                 continue;
             }
@@ -262,7 +264,7 @@ impl<Q: QueuePair> Means<Q> {
                 return Ok(turn);
             }
             let next = out.next(view.tail).map(|next| Next {
-                // Limited to the bytes that the mirror has.
+                // Bytes that only the program's memory has, not the mirror, are left out.
                 until: out.targets.mirrored(out.placed, next.until),
                 ..next
             });
@@ -305,7 +307,8 @@ impl<Q: QueuePair> Means<Q> {
                 left = left.saturating_sub(want as u64);
                 continue;
             };
-            // Both rings may wrap, and may lie in several chunks.
+            // Each ring may wrap, and may lie in several chunks. So the WRITE is limited to bytes that are contiguous
+            // in both.
             let there_too = (next.ring.len() - in_ring).min((1 << log2) - in_chunk);
             let len = len.min(there_too as u64);
             let whole = alone && len == there && self.sender.has_credit();
@@ -354,8 +357,8 @@ impl<Q: QueuePair> Means<Q> {
         Ok(())
     }
 
-    /// Sends the number of windows that were too small, if it has changed. The number is `counted` by the local
-    /// producer, plus how often bytes written aside, into a send buffer, found no room in the peer's ring.
+    /// Sends how often the window was too small, if that number has changed. The number is what the local producer has
+    /// `counted`, plus how often bytes written aside, into a send buffer, found no room in the peer's ring.
     fn tell_limited<L: Local>(
         &mut self,
         g: &Shared<Q, L>,
@@ -392,7 +395,7 @@ impl<Q: QueuePair> Means<Q> {
             let pending = next.map_or(0, |next| next.until.min(advert.end()).saturating_sub(from));
             let source = out.targets.source.filter(|source| source.covers(from));
             if written == 0 && pending == 0 && is_next {
-                // Bytes for the advert may still come.
+                // The advert stays open, since bytes for it may still come.
                 return None;
             }
             let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
@@ -425,8 +428,8 @@ impl<Q: QueuePair> Means<Q> {
                     to: advert.address + written,
                     remote: advert.rkey,
                 };
-                // SAFETY: within a chunk of the mirror, or within the program's memory; each is registered under the
-                // key.
+                // SAFETY: the source lies within a chunk of the mirror, or within the program's memory. Either is
+                // registered under the key.
                 let is_posted = unsafe { bulk.write(theirs, &write) };
                 self.is_lost |= is_posted.is_err();
                 if is_posted != Ok(true) {

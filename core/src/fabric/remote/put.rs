@@ -64,7 +64,7 @@ pub enum Landed {
     /// The transfer has ended, and the peer's device has written this many bytes into the buffer. The ring counts them
     /// as its next bytes, although it does not have them.
     Over(u64),
-    /// The transfer has ended as above, but this end's device has read the bytes into the buffer.
+    /// The transfer has ended as for `Over`, but this end's device has read the bytes into the buffer.
     Read(u64),
 }
 
@@ -80,7 +80,7 @@ pub(super) struct Landings {
 }
 
 impl Landings {
-    /// Returns whether no further advert can be made yet.
+    /// Returns whether an advert is open or unanswered, so that no other can be made.
     pub(super) fn is_busy(&self) -> bool {
         self.open.is_some() || self.owed.is_some()
     }
@@ -203,8 +203,8 @@ impl Landings {
     }
 
     /// Withdraws an advert, because the program waits no longer. If the peer knows of the advert, PLACED ends it; with
-    /// `is_final` this withdrawal does. If this end's device reads into the buffer, the transfer ends when the bytes of
-    /// all posted READs have [come](Self::end_own).
+    /// `is_final` the withdrawal itself ends it. If this end's device reads into the buffer, the transfer ends when the
+    /// bytes of all posted READs have [come](Self::end_own).
     fn withdraw(&mut self, serial: Serial, is_final: bool) {
         let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             return;
@@ -232,7 +232,7 @@ impl Landings {
     }
 
     /// Ends an advert whose queue pair is given up: no more bytes will be placed or read. Returns how many bytes READs
-    /// have brought.
+    /// have brought into the buffer.
     pub(super) fn lapse(&mut self) -> u64 {
         self.owed = None;
         let Some(Landing { advert, come, .. }) = self.open else {
@@ -531,7 +531,8 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(s), Some(_)) = (s, &self.means.bulk) else {
             return Ok(());
         };
-        // The peer may not have received the SWITCH to the ring that begins here.
+        // An advert at or before the first position of the ring is ignored: the peer may not have received the SWITCH
+        // to this ring.
         if advert.position <= s.out.start {
             return Ok(());
         }

@@ -1,5 +1,5 @@
-//! The connected queue pair that the engine of a link between hosts uses. The verbs plugin provides it, and in tests
-//! `mem.rs`. How queue pairs are connected, and what the bytes mean, is elsewhere.
+//! The connected queue pair that the engine of a link between hosts uses. The verbs plugin provides the queue pair; in
+//! tests `mem.rs` does. Other files connect queue pairs, and define what the bytes mean.
 
 // The C interface to a plugin (`plugin.rs`) uses these structures too.
 
@@ -140,16 +140,16 @@ pub trait QueuePair: Send + Sync {
     /// Returns the limits of the queue pair.
     fn limits(&self) -> Limits;
 
-    /// Registers memory for a role, for this queue pair and those beside it. Takes as long as the device needs to pin
-    /// the memory.
+    /// Registers memory for a role, for this queue pair and those that were connected beside it. Takes as long as the
+    /// device needs to pin the memory.
     ///
     /// # Safety
     /// Until the memory is deregistered or the queue pair has ended, it is accessed through raw pointers and atomics
     /// only. If it is unmapped before that, work requests for it fail, or access pages that are not mapped any more.
     unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down>;
 
-    /// Deregisters memory: neither end's work requests access it after this returns. A request for it that is under
-    /// way, or comes later, ends its queue pair.
+    /// Deregisters memory: neither end's work requests access it after this returns. A request for the memory that is
+    /// under way, or comes later, ends the queue pair on which it was posted.
     fn deregister(&self, region: Region);
 
     /// Posts a WRITE, with an immediate if [`Limits::immediate`] allows one.

@@ -1,5 +1,5 @@
 //! Applies the peer's records to the engine of a link between hosts. Each record is checked first (I7). `pump.rs` sends
-//! what follows from it. `remote.rs` defines mirror, advert, PLACED, loan, SOURCE and TAKEN.
+//! the records that follow from it. `remote.rs` defines mirror, advert, PLACED, loan, SOURCE and TAKEN.
 
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
@@ -205,7 +205,8 @@ impl Outgoing {
     }
 }
 
-/// Returns the stream `mine`, which a record of the peer names. Fails if the peer may not name that number.
+/// Returns the stream `mine`, which a record of the peer names. Fails if no stream has that number, or if the peer has
+/// closed the stream.
 fn known(streams: &mut Streams, mine: u32) -> Result<&mut Stream, Breach> {
     streams
         .get(mine)

@@ -1,6 +1,6 @@
 //! The content of a message on the queue pair: a header and any number of records. A message is written into a buffer
-//! of fixed size, and is read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P99. `receive.rs` applies
-//! the records.
+//! of fixed size. Any bytes may be read as a message: malformed ones are an error. See docs/protocol.md, P50–P58 and
+//! P90–P99. `receive.rs` applies the records.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +13,7 @@ use crate::wire::codec::{Writer, kinds, structs};
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Header {
-    /// The receive buffers that the sender has posted again since its last message.
+    /// The number of receive buffers that the sender has posted again since its last message.
     grant: U16,
     /// The length of all the records in bytes, exactly.
     length: U16,
@@ -31,7 +31,7 @@ kinds! {
     /// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
     /// | `generation` | counts the rings that were offered one after the other |
     /// | `end`, `flags`, `word`, `count` | a word of the direction block; in `Tell` a wake-up word |
-    /// | `serial` | an advert of the end whose program waits (P91), or a loan of the end whose program sends (P96) |
+    /// | `serial` | names an advert of the waiting program's end (P91), or a loan of the lending program's end (P96) |
     /// | `memory` | memory of the program at the record's sender, for WRITEs or READs by the record's receiver |
     /// | `index` | a chunk's place in the data area, in chunks |
     /// | `rkey`, `base` | the chunk's key and address, for the WRITEs of the receiver of the record (P53) |
@@ -146,7 +146,8 @@ pub const MESSAGE_BYTES: usize = 1 + 2;
 /// The bytes of the longest records without a payload, ADVERT and SOURCE: the kind, `theirs` and the memory.
 pub const LONGEST: usize = 1 + 4 + (4 + 8 + 8 + 4 + 4);
 
-/// Error: the bytes are not a message. The header is missing or has another length, or a record is unknown or too long.
+/// Error: the bytes are not a message. The header is missing or states a wrong length, or a record is unknown or too
+/// long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed message")]
 pub struct Malformed;
@@ -154,13 +155,14 @@ pub struct Malformed;
 /// A message that has been received.
 #[derive(Clone, Copy, Debug)]
 pub struct Received<'a> {
-    /// The receive buffers that the sender has posted again.
+    /// The number of receive buffers that the sender has posted again.
     pub grant: u16,
     /// The records, which are read one by one.
     pub records: Records<'a>,
 }
 
-/// Reads a message's header. Fails if there are bytes after the records, since the sender has the same version.
+/// Reads a message's header. Fails if the header is missing, or if it states another length than the bytes behind it
+/// have. No other bytes follow the records, since the sender has the same version.
 pub fn decode(bytes: &[u8]) -> Result<Received<'_>, Malformed> {
     let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Malformed)?;
     if rest.len() != usize::from(header.length.get()) {

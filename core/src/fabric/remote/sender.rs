@@ -1,14 +1,14 @@
-//! Collects records into a message, and sends the message when it is full or there is no more to add. To send it takes
-//! a credit and room in the send queue. Collected records count as sent, and go out before any later message. `pump.rs`
-//! decides what is collected.
+//! Collects records into a message, and sends the message when it is full or there is no more to add. Sending a message
+//! takes a credit and room in the send queue. Collected records count as sent, and go out before any later message.
+//! `pump.rs` decides what is collected.
 //!
 //! A credit stands for one of the peer's receive buffers; a message that finds no buffer would end the connection. Each
 //! end has `most` buffers posted. A message takes one buffer. When the peer has handled the message it posts the buffer
 //! again, and grants the credit back with the next message that it sends (*grant*). Ordinary messages leave the last
 //! credit. That credit is for a message with nothing but a grant, which is due when half of the buffers are to be
 //! granted back. So the two ends cannot both run out of credits. Suppose that end A has one credit left and nothing is
-//! under way. Then end B has all of A's other credits to grant, which are at least half. If B has used its own last
-//! credit, it was for such a grant, which A has received or will receive.
+//! under way. Then end B has all of A's other credits to grant. They are at least half, so B's grant is due. If B has
+//! used its own last credit, it was for such a grant, which A has received or will receive.
 
 use crate::fabric::remote::qp::{Down, Limits, PostError, QueuePair, Write};
 use crate::fabric::remote::record::{Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
@@ -18,7 +18,7 @@ use crate::wire::MAX_MESSAGE;
 /// Why no more can be sent at this moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Halt {
-    /// A credit or room in the send queue is missing. The send is tried again when there is one.
+    /// A credit or room in the send queue is missing. The send is tried again when a completion has brought it.
     Blocked,
     /// The link is down.
     Down(Fault),
@@ -41,7 +41,7 @@ pub(super) fn unless_blocked(sent: Result<(), Halt>) -> Result<(), Fault> {
 /// The message being collected, and the means to send it.
 pub(super) struct Sender {
     staged: Builder,
-    /// The number of receive buffers of either end.
+    /// The number of receive buffers of each end.
     most: u16,
     /// The number of messages that may be sent.
     credits: u16,
@@ -87,7 +87,7 @@ impl Sender {
     /// Records a message or immediate that took a receive buffer of this end. Fails if the peer had no credit for it.
     pub(super) fn on_received(&mut self) -> Result<(), Breach> {
         self.counts.received += 1;
-        // The peer never has more credits than this end has buffers.
+        // The peer never has more credits than this end has buffers, so this end never owes more.
         let owed = self.owed.checked_add(1).filter(|owed| *owed <= self.most);
         self.owed = owed.ok_or(Breach::Grant)?;
         Ok(())

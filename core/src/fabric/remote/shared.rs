@@ -20,7 +20,8 @@ use crate::lock::Lock;
 use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU32, Published, Request, RungMark};
 
-/// The most messages that are kept, in either direction. A correct end has at most a few to send for each stream.
+/// The most side-channel messages that an end keeps, in each of two queues: messages to be sent, and messages that have
+/// come. A correct end has at most a few to send for each stream.
 pub(super) const MAX_QUEUED_MESSAGES: usize = 8 * MAX_STREAMS as usize;
 
 /// Names an arena of the link.
@@ -51,7 +52,7 @@ pub(super) struct Shared<Q, L> {
     pub limits: Limits,
     pub mine: Side,
     pub mirror: Side,
-    /// The bytes of the mirror's data area that are a copy of the peer's.
+    /// The number of bytes at the beginning of the mirror's data area that are a copy of the peer's data area.
     pub peers_len: usize,
     /// The send buffers behind those bytes.
     pub buffers: Buffers,
@@ -64,9 +65,10 @@ pub(super) struct Shared<Q, L> {
     pub outbox: Lock<VecDeque<QueuedMessage>>,
     /// The number of messages in the inbox.
     pub news: Published<AtomicU32>,
-    /// The request for [`End::settle`](crate::fabric::remote::End::settle): it is pending while a head is held back.
+    /// The request for [`End::settle`](crate::fabric::remote::End::settle): it is pending while the head of a direction
+    /// (how far this end's program has read) is held back.
     pub owes: Request,
-    /// Whether the engine's watch needs ticks.
+    /// Whether the watch on the peer's device (`watch.rs`) needs ticks.
     pub is_watched: Published<AtomicBool>,
     /// Whether the watch has begun since the service thread last called `End::is_watched`.
     pub watch_unseen: Published<AtomicBool>,
@@ -118,7 +120,8 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 
     /// Returns the address of position `pos` of the ring in `region` of one of the arenas, and how many of `most` bytes
-    /// are contiguous there within one chunk. The third value is that chunk. `None` if there are no such bytes.
+    /// are contiguous there within one chunk. The third value is the index of that chunk. `None` if there are no such
+    /// bytes.
     pub(super) fn piece(&self, side: &Side, region: Region, pos: u64, most: u64) -> Option<(*mut u8, u64, u32)> {
         let (area, log2) = (side.area(), self.tuning.chunk_log2);
         let (at, len) = area.piece(region, pos, most)?;
@@ -127,7 +130,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         (len > 0).then_some((at, len as u64, (offset >> log2) as u32))
     }
 
-    /// Adds the waiters of `word` to the waiters that the peer has to wake for its stream. Returns false if `word`
+    /// Adds the waiters of `word` to the waiters that the peer has to wake for the stream. Returns false if `word`
     /// names none, or if there is no such stream.
     pub(super) fn add_tell(&self, theirs: u32, word: u32) -> bool {
         let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
@@ -175,8 +178,8 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
     }
 }
 
-/// Merges two wake-up words of one stream. If they name two different waiters, one word cannot hold both. Then the word
-/// names the service thread, which wakes all waiters of the stream.
+/// Merges two wake-up words of one stream. If they name two different waiters, one word cannot hold both. The merged
+/// word then names the service thread, which wakes all waiters of the stream.
 fn merge_tells(a: u32, b: u32) -> u32 {
     let part = |mask: u32| match (a & mask, b & mask) {
         (0, other) | (other, 0) => Some(other),
@@ -188,7 +191,7 @@ fn merge_tells(a: u32, b: u32) -> u32 {
     }
 }
 
-/// The work that is to be done after the lock is released.
+/// The work that is to be done after the engine's lock is released.
 #[derive(Debug, Default)]
 pub(super) struct After {
     rings: [u16; 8],
@@ -257,8 +260,8 @@ impl Registry {
             let offset = (chunk as usize) << log2;
             let len = side.data_len().saturating_sub(offset).min(1 << log2);
             let is_tried = std::mem::replace(tried.get_mut(chunk as usize)?, true);
-            // SAFETY: within the data area, which stays mapped as long as the end, and so longer than its queue pair.
-            // No reference to ring memory is ever formed.
+            // SAFETY: the chunk lies within the data area, which stays mapped as long as the end lives, and so longer
+            // than its queue pair. No reference to ring memory is ever formed.
             let register = || unsafe { qp.register(side.data_at(offset), len, Role::Both) };
             let region = (!is_tried && len > 0).then(register)?.ok()?;
             Some((chunk, region.key))

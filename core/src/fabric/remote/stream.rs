@@ -97,7 +97,8 @@ impl Incoming {
         if tail > window || payload.len() as u64 > n {
             return Err(Breach::Tail);
         }
-        // SAFETY: within the window, and the consumer does not read there before the new tail is in the block.
+        // SAFETY: the positions are within the window, and the consumer does not read there before the new tail is in
+        // the block.
         if !unsafe { area.copy_in(ring, tail - payload.len() as u64, payload) } {
             return Err(Breach::Tail);
         }
@@ -190,7 +191,7 @@ impl Incoming {
         }
     }
 
-    /// Processes END. If the local consumer has stopped, its mark stays. Returns the waiters to wake.
+    /// Processes END. If the local consumer has stopped, the consumer's mark stays. Returns the waiters to wake.
     pub(super) fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Wake, Breach> {
         let end = EndMark::from_word(end).ok_or(Breach::End)?;
         if std::mem::replace(&mut self.ended, true) || tail != self.tail || self.takings.is_open() {
@@ -249,7 +250,7 @@ pub(super) struct Outgoing {
     /// The position up to which bytes were announced to the peer; at most `placed`.
     pub told: u64,
     pub head: u64,
-    /// The position of the peer's last ACK. The end mark counts as one byte behind the last one, as TCP's FIN does.
+    /// The position of the peer's last ACK. The end mark counts as one byte behind the last byte, as TCP's FIN does.
     pub acked: u64,
     pub limited_told: u32,
     pub end_told: bool,
@@ -259,7 +260,7 @@ pub(super) struct Outgoing {
     pub stopped: bool,
     /// Whether CONFIRM is to be sent when all bytes are announced.
     pub want_confirm: bool,
-    /// The position, including the end mark, at which CONFIRM was last sent.
+    /// The position up to which the last CONFIRM has asked. The end mark counts as one byte.
     pub asked: u64,
     /// The buffer with which the peer's program waits.
     pub targets: Targets,
@@ -335,7 +336,7 @@ impl Outgoing {
     pub(super) fn next(&self, tail: u64) -> Option<Next> {
         let ring = self.ring?;
         let (source, until) = match self.aside {
-            // The next ring begins at this position.
+            // The next ring begins at this position, so SWITCH has to be sent before any further byte.
             Some(aside) if self.adopts(self.placed) => (aside.region, self.placed),
             Some(aside) if self.is_aside_at(self.placed) => (aside.region, tail),
             Some(aside) => (ring, aside.from),
@@ -406,7 +407,7 @@ impl Outgoing {
         Ok(offer)
     }
 
-    /// Processes STOP. If the local producer has ended the direction, its mark stays.
+    /// Processes STOP. If the local producer has ended the direction, the producer's mark stays.
     pub(super) fn on_stop(&mut self, block: &DirectionBlock) {
         self.stopped = block.put_stop().is_ok();
     }

@@ -38,7 +38,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.buffers.bytes_in_use()
     }
 
-    /// Calls `f` as a signal handler does that has interrupted the use of the engine.
+    /// Calls `f` while this thread holds the engine's lock, as a signal handler does that has interrupted the thread
+    /// there.
     fn while_in_use<T>(&self, f: impl FnOnce() -> T) -> T {
         let engine = self.engine.lock();
         let value = f();
@@ -100,7 +101,7 @@ const DATA: u64 = 1 << 20;
 /// The size of an end's send buffers in bytes. Data area and buffers together are not a whole number of chunks.
 const BUFFERS: u64 = 3 << 18;
 
-/// Returns the first ring of each stream of a peer without an `End`. The test itself sends the messages of that peer.
+/// Returns the first ring that the peer names for a stream, in tests that play the peer themselves, without an `End`.
 fn first_ring() -> Region {
     Region::new(0, 12).unwrap()
 }
@@ -173,7 +174,7 @@ impl Direction {
     fn write(&mut self, ends: &[TestEnd; 2], n: usize) -> usize {
         let data = bytes(self.seed, self.sent, self.sent + n as u64);
         let spans = self.producer.spans(n).unwrap();
-        // SAFETY: readable and apart from the ring.
+        // SAFETY: the source is readable, and apart from the ring.
         let n = unsafe { spans.copy_in(0, data.as_ptr(), n) };
         let wake = self.producer.commit(n);
         self.sent += n as u64;
@@ -189,7 +190,7 @@ impl Direction {
             if data.is_empty() {
                 break;
             }
-            // SAFETY: writable and apart from the ring.
+            // SAFETY: the target is writable, and apart from the ring.
             unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
             assert!(data == bytes(self.seed, self.got, self.got + data.len() as u64));
             self.got += data.len() as u64;
@@ -414,7 +415,7 @@ impl World {
                 let d = &mut all[i.index(n)];
                 let data = bytes(d.seed, d.sent, d.sent + 10);
                 let spans = d.producer.spans(10).unwrap();
-                // SAFETY: readable and apart from the ring.
+                // SAFETY: the source is readable, and apart from the ring.
                 let n = unsafe { spans.copy_in(0, data.as_ptr(), 10) };
                 d.producer.commit_quietly(n);
                 d.sent += n as u64;

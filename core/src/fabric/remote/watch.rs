@@ -24,8 +24,8 @@
 /// The longest time that a probe may stay without an answer, in ns (P80).
 pub(super) const SILENCE: u64 = 5_000_000_000;
 
-/// The most that the time between two ticks counts, in ns. If more has passed, this process or its host has not run for
-/// a while, and the peer is not to blame.
+/// The longest time, in ns, that counts as waiting between two ticks. If more has passed, this process or its host has
+/// not run for a while, and the peer is not to blame.
 const GAP: u64 = 2_000_000_000;
 
 /// The action after a tick.

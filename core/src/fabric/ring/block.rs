@@ -31,7 +31,8 @@ pub enum EndMark {
 }
 
 impl EndMark {
-    /// Decodes the word `end` of a block. `None` for 0, and for `STOPPED`, the value of a consumer that has stopped.
+    /// Decodes the word `end` of a block. `None` for any word that is no mark of the producer: 0, `STOPPED` or an
+    /// unknown value.
     pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
         [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
     }
@@ -63,10 +64,10 @@ pub(super) struct ProducerLine {
     pub limited: AtomicU32,
     /// The adopted ring, packed as [`Adopted`]; 0 if there is none.
     pub generation: AtomicU32,
-    /// The first position in the adopted ring.
+    /// The first position in the ring that the producer adopted last from an offer.
     pub switch_pos: AtomicU64,
-    /// The first position in the reserve, if the reserve was adopted. This is not stored in `switch_pos`, which the
-    /// consumer may be about to read for the previous switch.
+    /// The first position in the reserve, if the reserve was adopted. It has a word of its own, because the consumer
+    /// may be about to read `switch_pos` for the switch before.
     pub reserve_pos: AtomicU64,
 }
 

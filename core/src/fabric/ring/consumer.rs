@@ -1,4 +1,5 @@
-//! The receiving side's private cursor of one direction (`ring.rs`).
+//! The receiving side's private cursor of one direction. `ring.rs` defines head, tail, switch and reserve, and the
+//! rules W1 to W4.
 
 use std::ptr::NonNull;
 
@@ -60,15 +61,15 @@ pub struct Consumer {
     /// The first position in the pending ring; `u64::MAX` until the producer has adopted it.
     switch_pos: u64,
     pending: Option<Pending>,
-    /// Regions to be freed: the ring before the last switch, and the rings that a switch to the reserve has replaced.
+    /// Regions to be freed: rings that a switch has replaced, and an offered ring that was withdrawn for the reserve.
     retired: [Option<Region>; 3],
     reserve: Option<Offer>,
     /// The generation of the last reserve. It distinguishes that reserve from the one before.
     reserves: u32,
-    /// The producer's `generation` word, with which it adopted its last ring.
+    /// The producer's `generation` word as it was for the last switch that this side has seen.
     adopted: u32,
     limited_seen: u32,
-    /// The consumer takes no more bytes from the producer ([`freeze`](Self::freeze)).
+    /// Whether the consumer takes no more bytes from the producer ([`freeze`](Self::freeze)).
     frozen: bool,
 }
 
@@ -104,7 +105,7 @@ impl Consumer {
 
     #[inline(always)]
     fn mine(&self) -> &ConsumerLine {
-        // SAFETY: mapped while `self` exists, by the contract of `new`; all fields are atomics.
+        // SAFETY: the block is mapped while `self` exists, by the contract of `new`. All its fields are atomics.
         unsafe { &self.block.as_ref().consumer }
     }
 
@@ -164,7 +165,7 @@ impl Consumer {
     #[inline(always)]
     pub fn consume(&mut self, n: usize) -> Wake {
         self.head += (n as u64).min(self.tail - self.head);
-        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        // SAFETY: the block is mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
         // Releases the reads of the bytes to a producer that is short of room (`Producer::make_room`).
         last.consumed.store(self.head, Ordering::Release);
@@ -183,7 +184,7 @@ impl Consumer {
             return Wake::NONE;
         }
         self.published = self.head;
-        // Releases the reads of the payload to the producer's load of `head`. Also the publication of W2.
+        // Releases the reads of the payload to the producer's load of `head`. This is also the publication of W2.
         self.mine().head.publish(self.head);
         self.theirs().take_want_space()
     }
@@ -196,7 +197,7 @@ impl Consumer {
         self.mine().want_data.arm(bits);
         let ready = match self.has_data() {
             Ok(ready) => ready,
-            // The wake-up must not be lost with the error. The caller's next call returns the error again.
+            // The error must not make the caller lose `wake`. The caller's next call returns the error again.
             Err(e) if wake.is_none() => return Err(e),
             Err(_) => true,
         };
@@ -226,7 +227,8 @@ impl Consumer {
         Ok(ended || self.tail != self.head)
     }
 
-    /// Returns the end mark once all bytes before it are consumed. `None` if bytes are left, or if there is no mark.
+    /// Returns the producer's end mark once all bytes before it are consumed. `None` if bytes are left, or if the
+    /// producer has set no mark.
     pub fn end(&mut self) -> Result<Option<EndMark>, RingError> {
         if self.tail != self.head {
             return Ok(None);
@@ -246,21 +248,21 @@ impl Consumer {
         Ok(Some(EndMark::from_word(mark).ok_or(Violation::BadEnd)?))
     }
 
-    /// Stops reading at the head: the producer has to send the rest again, on TCP. The caller reports that to the
-    /// producer's end. Returns the producer's waiters to wake. Fails with [`Ended`] if the producer has set an end mark
-    /// before.
+    /// Stops reading at the head: the producer has to send the rest again, on TCP. The caller reports the stop to the
+    /// producer's end of the link. Returns the producer's waiters to wake. Fails with [`Ended`] if the producer has set
+    /// an end mark before.
     pub fn stop(&mut self) -> Result<Wake, Ended> {
         let wake = self.publish();
         self.theirs().end.claim(STOPPED).map(|()| wake).map_err(|_| Ended)
     }
 
     /// Freezes the consumer: it takes no byte beyond position `limit`, and none that comes later. With `u64::MAX` it
-    /// keeps all bytes that have come, with 0 no unread byte. Returns the position up to which it has the bytes. After
-    /// an end mark that is the end of all bytes sent, for any `limit`. Bytes before the position can still be read, and
-    /// the mark is still seen.
+    /// keeps all bytes that have come, with 0 no unread byte. Returns the position up to which it has the bytes. If the
+    /// producer has set an end mark before, `limit` has no effect, and that position is the end of all bytes sent.
+    /// Bytes before the position can still be read, and the mark is still seen.
     pub fn freeze(&mut self, limit: u64) -> Result<u64, RingError> {
         if !self.frozen {
-            // The producer's later marks and confirmations fail, since the word is not 0.
+            // The producer's later marks and confirmations fail, since `end` is not 0.
             let ended = self.theirs().end.claim(STOPPED);
             self.reload()?;
             self.frozen = true;
@@ -287,9 +289,9 @@ impl Consumer {
         self.frozen
     }
 
-    /// Offers `region` as the ring to use from the producer's next send on. It is the first ring, a larger ring for a
-    /// producer that was limited, or a smaller ring for an idle direction. Returns the producer's waiters to wake,
-    /// since the producer may be waiting for such a ring.
+    /// Offers `region` as the ring to use from the producer's next send on. The offered ring is the first ring, a
+    /// larger ring for a producer that was limited, or a smaller ring for an idle direction. Returns the producer's
+    /// waiters to wake, since the producer may be waiting for such a ring.
     pub fn offer(&mut self, region: Region) -> Result<Wake, OfferError> {
         if self.is_switching() {
             return Err(OfferError::Pending);
@@ -317,8 +319,8 @@ impl Consumer {
             region,
         };
         self.reserve = Some(offer);
-        // Pairs with the Acquire in `Producer::next_reserve`. The producer has already seen the block's other words as
-        // they are at this moment.
+        // Pairs with the Acquire in `Producer::next_reserve`: a producer that reads this reserve sees the block's other
+        // words as they are at this moment, or as they are later.
         self.mine().reserve.store(offer.pack(), Ordering::Release);
         Ok(())
     }
@@ -344,7 +346,8 @@ impl Consumer {
         }
     }
 
-    /// Returns whether a switch of rings is under way, or its old ring has not been returned by `take_retired`.
+    /// Returns whether a switch of rings is under way, or `take_retired` has not returned the old ring of the last
+    /// switch.
     pub fn is_switching(&self) -> bool {
         self.pending.is_some() || self.retired.iter().any(Option::is_some)
     }
@@ -393,9 +396,9 @@ impl Consumer {
         if self.frozen {
             return Ok(());
         }
-        // Acquires the payload before `tail`. Also the second check of W2.
+        // Acquires the payload before `tail`. This is also the second check of W2.
         let tail = self.theirs().tail.look();
-        // Loaded after the tail, so that a switch which this tail can be beyond is seen.
+        // Loaded after the tail, so that every switch at a position before this tail is seen.
         let adopted = self.theirs().generation.load(Ordering::Acquire);
         if adopted != self.adopted {
             self.see_switch(adopted)?;
@@ -414,8 +417,8 @@ impl Consumer {
         Ok(())
     }
 
-    /// Records a switch: the producer has adopted the pending ring or the reserve, from a position on that is checked
-    /// here.
+    /// Records a switch: the producer has adopted the pending ring or the reserve. Checks the position at which it did
+    /// so.
     #[cold]
     fn see_switch(&mut self, word: u32) -> Result<(), RingError> {
         let Adopted { generation, part } = Adopted::unpack(word);

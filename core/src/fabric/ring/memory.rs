@@ -1,6 +1,6 @@
 //! Ring memory as raw pointers, and copies into and out of it. The peer may change every byte at any time, so the
-//! library never forms a reference to payload. It copies the bytes, then interprets the copy. Also the bound on how
-//! much of a receiver's memory a sender writes into ([`Allowance`]).
+//! library never forms a reference to payload. It copies the bytes, then interprets the copy. The file also has the
+//! bound on how much of a receiver's memory a sender writes into ([`Allowance`]).
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -123,28 +123,30 @@ impl DataArea {
         at.addr().wrapping_sub(base)
     }
 
-    /// Copies `bytes` to position `pos` of the ring in `region`. Returns false if the ring has fewer bytes.
+    /// Copies `bytes` to position `pos` of the ring in `region`. Returns false if `bytes` is longer than the ring, or
+    /// if the region cannot be used as a ring.
     ///
     /// # Safety
     /// No other thread, process or device uses that part of the ring.
     pub(in crate::fabric) unsafe fn copy_in(&self, region: Region, pos: u64, bytes: &[u8]) -> bool {
         let ring = self.ring(region).map(|ring| ring.spans(pos, bytes.len() as u64));
-        // SAFETY: `bytes` is readable. It is not shared memory, where no slice is ever formed.
+        // SAFETY: `bytes` is readable. It is not part of the ring, since no slice is ever formed in shared memory.
         ring.is_ok_and(|spans| unsafe { spans.copy_in(0, bytes.as_ptr(), bytes.len()) == bytes.len() })
     }
 
-    /// Fills `bytes` from position `pos` of the ring in `region` on. Returns false if `bytes` is longer than the ring.
+    /// Fills `bytes` from position `pos` of the ring in `region` on. Returns false in the same two cases as `copy_in`.
     ///
     /// # Safety
     /// No thread, process or device writes to that part of the ring.
     pub(in crate::fabric) unsafe fn copy_out(&self, region: Region, pos: u64, bytes: &mut [u8]) -> bool {
         let ring = self.ring(region).map(|ring| ring.spans(pos, bytes.len() as u64));
-        // SAFETY: `bytes` is writable, and not shared memory.
+        // SAFETY: `bytes` is writable, and not part of the ring.
         ring.is_ok_and(|spans| unsafe { spans.copy_out(0, bytes.as_mut_ptr(), bytes.len()) == bytes.len() })
     }
 }
 
-/// Returns the memory of the ring in `region`. The area is mapped in segments; maps them as far as `region`.
+/// Returns the memory of the ring in `region`, in an area that is mapped in segments. First maps the segments as far as
+/// `region`.
 #[cfg(not(loom))]
 fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing> {
     if !segments.is_piece(region.offset(), region.len()) {
@@ -262,7 +264,7 @@ impl Spans<'_> {
     }
 
     /// Calls `copy(part, bytes done, length)` for the one or two parts that hold `len` bytes from `offset` on. Returns
-    /// the bytes that they hold.
+    /// how many bytes those parts hold.
     #[inline(always)]
     fn each(&self, offset: usize, len: usize, copy: impl Fn(*mut Byte, usize, usize)) -> usize {
         if offset < self.first_len && len <= self.first_len - offset {
@@ -298,11 +300,11 @@ use self::{copy as from_ring, copy as to_ring};
 #[inline(always)]
 unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     /// # Safety
-    /// As `copy`, and `size_of::<T>() <= len <= 2 * size_of::<T>()`.
+    /// As for `copy`, and `size_of::<T>() <= len <= 2 * size_of::<T>()`.
     #[inline(always)]
     unsafe fn ends<T: Copy>(src: *const u8, dst: *mut u8, len: usize) {
         let last = len - size_of::<T>();
-        // SAFETY: both moves are within `len` bytes of `src` and of `dst`. The types are unaligned by design.
+        // SAFETY: both moves are within `len` bytes of `src` and of `dst`. The accesses need no alignment.
         unsafe {
             let a = src.cast::<T>().read_unaligned();
             let b = src.add(last).cast::<T>().read_unaligned();
@@ -328,7 +330,7 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 #[cfg(loom)]
 unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
     for i in 0..len {
-        // SAFETY: by the caller.
+        // SAFETY: by this function's contract.
         unsafe { (*ring.add(i)).with_mut(|byte| *byte = *src.add(i)) };
     }
 }
@@ -338,7 +340,7 @@ unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
 #[cfg(loom)]
 unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
     for i in 0..len {
-        // SAFETY: by the caller.
+        // SAFETY: by this function's contract.
         unsafe { (*ring.add(i)).with(|byte| *dst.add(i) = *byte) };
     }
 }
@@ -359,8 +361,8 @@ impl Allowance {
         Self(Some((largest, reach)))
     }
 
-    /// Returns whether the region ends within reach. To be called before the region is mapped, since that maps
-    /// everything before it in the area too. So an offer makes this process use addresses and memory only up to the
+    /// Returns whether the region ends within reach. To be called before the region is mapped, since mapping it also
+    /// maps all parts of the area before it. So an offer makes this process use addresses and memory only up to the
     /// reach.
     pub(super) fn reaches(&self, region: Region) -> bool {
         let end = (region.offset() + region.len()) as u64;

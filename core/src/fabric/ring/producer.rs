@@ -1,5 +1,7 @@
-//! The sending side's private cursor of one direction (`ring.rs`). Also the two ways to make room when the consumer
-//! does not read: a buffer of this end, and the ring that the consumer has in reserve.
+//! The sending side's private cursor of one direction. `ring.rs` defines head, tail, switch and bound, and the rules W1
+//! to W4. The file also has the two ways to make room when the consumer does not read. Between hosts the producer
+//! writes *aside*, into a buffer of its own end. Within a host it takes the *reserve*, a second ring that the consumer
+//! keeps on offer.
 
 use std::ptr::NonNull;
 
@@ -129,7 +131,7 @@ impl Producer {
 
     #[inline(always)]
     fn mine(&self) -> &ProducerLine {
-        // SAFETY: mapped while `self` exists, by the contract of `new`; all fields are atomics.
+        // SAFETY: the block is mapped while `self` exists, by the contract of `new`. All its fields are atomics.
         unsafe { &self.block.as_ref().producer }
     }
 
@@ -177,7 +179,7 @@ impl Producer {
             return Wake::NONE;
         }
         self.tail += n;
-        // Releases the payload to the consumer's load of `tail`. Also the publication of W2.
+        // Releases the payload to the consumer's load of `tail`. This is also the publication of W2.
         self.mine().tail.publish(self.tail);
         let wake = self.theirs().take_want_data();
         // The consumer's line is in the cache anyway, so this checks it for a new offer. If there is one, the known
@@ -268,15 +270,15 @@ impl Producer {
     /// or not. Between hosts it is the head that the peer has published.
     pub fn consumed(&mut self) -> Result<u64, RingError> {
         self.reload()?;
-        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        // SAFETY: the block is mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
         Ok(last.consumed.load(Ordering::Relaxed).clamp(self.head, self.tail))
     }
 
-    /// Returns whether the consumer has left bytes unread. For a consumer whose process has died, so that its count is
-    /// final.
+    /// Returns whether the consumer has left bytes unread. To be called for a consumer whose process has died: its
+    /// count of consumed bytes is final.
     pub fn is_unread(&self) -> bool {
-        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        // SAFETY: the block is mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
         last.consumed.load(Ordering::Relaxed) < self.tail
     }
@@ -328,7 +330,8 @@ impl Producer {
             Ok(ring) => ring,
             Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
             Err(NoRing::Unmapped) => {
-                // The direction keeps its ring. The producer does not try this offer again, since each send would try.
+                // The direction keeps its ring. The producer passes this offer over, since otherwise each send would
+                // try to map it.
                 self.offer = word;
                 return Ok(false);
             }
@@ -343,15 +346,15 @@ impl Producer {
     }
 
     /// Returns whether the ring on offer would hold more than the program's bound allows, and the producer can do
-    /// without it.
+    /// without that ring.
     fn is_too_large(&self, region: Region) -> bool {
         let half = region.len() as u64 / 2;
         let has_others = self.ring.size() >= self.bound || self.has_reserve();
         self.ring.size() != 0 && self.bound != 0 && half > self.bound && has_others
     }
 
-    /// Sets the bound: the program lets at most `bytes` bytes be unread. If half of the ring is more, that counts
-    /// instead.
+    /// Sets the bound: the program lets at most `bytes` bytes be unread. If half of the ring is more, half of the ring
+    /// is the bound.
     pub fn set_bound(&mut self, bytes: u64) {
         self.bound = bytes.max(1);
         self.bound_is_early = false;
@@ -438,8 +441,8 @@ impl Producer {
     /// Returns a copy of the bytes in flight from position `from` on, which lies between head and tail.
     ///
     /// A correct consumer has read up to the last switch before it offers the next ring. So two rings hold all bytes
-    /// that it can ask for. A producer that writes *aside*, into a buffer of its own end, has that buffer as a third. A
-    /// consumer that breaks the protocol could ask for any number of bytes.
+    /// that a correct consumer can ask for. A producer that writes aside has its own end's buffer as a third ring. A
+    /// consumer that breaks the protocol could ask for bytes of rings before these, which is an error.
     #[cfg(not(loom))]
     fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
         let [before, first] = self.earlier;
@@ -471,8 +474,9 @@ impl Producer {
     /// the ring before.
     fn window(&self) -> u64 {
         let end = self.head.max(self.switch_pos) + self.ring.size();
-        // The bound counts from the published head, as in W4. At least a quarter of this ring is in the window: the
-        // consumer goes by this ring's quarter only once there is a byte in it.
+        // The bound counts from the head that this side knows. At least a quarter of this ring is in the window, even
+        // if the ring before has more unread bytes than the bound: the consumer publishes in quarters of this ring once
+        // it has read the ring before to its end.
         let most = self.head.saturating_add(self.most());
         let least = self.switch_pos + self.ring.quarter();
         end.min(most.max(least)).max(self.tail)
@@ -505,7 +509,7 @@ impl Producer {
     /// Copies and validates the consumer's head.
     fn reload(&mut self) -> Result<(), RingError> {
         // Acquires the consumer's reads of the bytes before `head`, which it released by publishing `head`. So those
-        // bytes may be overwritten. Also the second check of W2.
+        // bytes may be overwritten. This is also the second check of W2.
         let head = self.theirs().head.look();
         if head < self.published {
             return Err(Violation::HeadMovedBack.into());
@@ -552,16 +556,16 @@ impl Producer {
         self.backed = None;
         let first = self.earlier[0];
         self.change_ring(ring);
-        // Keeps the ring before that as well: the known head may still lie in it, although the consumer has read
-        // further.
+        // Keeps the ring before the peer's ring as well: the known head may still lie in it, although the consumer has
+        // read further.
         self.earlier[1] = first;
         self.aside = true;
         true
     }
 
-    /// Moves the producer back to the peer's ring in `region`, which has `generation`, and lets it check the ring on
-    /// offer, which may be `next`. Returns false if bytes are unread, or if half of the larger of the two rings exceeds
-    /// the bound.
+    /// Moves the producer back to the peer's ring in `region`, which has `generation`, and lets it check the consumer's
+    /// offer again. `next` is the ring on offer; `None` if there is none. Returns false if bytes are unread, or if half
+    /// of the larger of the two rings exceeds the bound.
     pub(in crate::fabric) fn move_back(&mut self, region: Region, generation: u32, next: Option<Region>) -> bool {
         let is_read = self.reload().is_ok() && self.head == self.tail;
         let half = next.map_or(0, Region::len).max(region.len()) as u64 / 2;
@@ -616,7 +620,7 @@ impl Producer {
     /// Returns true if a quarter of the ring is then free.
     fn look_closely(&mut self) -> Result<bool, RingError> {
         self.reload()?;
-        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        // SAFETY: the block is mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
         // Acquires the consumer's reads of the bytes before this count, which `consume` releases.
         let consumed = last.consumed.load(Ordering::Acquire);

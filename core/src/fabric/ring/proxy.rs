@@ -1,8 +1,9 @@
 //! The engine's access to a direction block. The engine carries changes over a link between hosts (`remote.rs`), and
 //! acts here for the cursor at the other host. In a block of the mirror, this end's copy of the peer's arena, it acts
-//! for the peer's consumer. In a block of this end's arena it acts for the peer's producer. It keeps the rules of a
-//! cursor (W1, W2): it publishes and then takes the wake-up word of the local side, and it sets its own wake-up word
-//! and then reads the words of the local side.
+//! for the peer's consumer. In a block of this end's arena it acts for the peer's producer. The engine keeps the rules
+//! of a cursor (W1 and W2 in `ring.rs`). To publish, it writes words of the side that it acts for, and then takes the
+//! wake-up word of the local side. To wait, it sets the wake-up word of the side that it acts for, and then reads the
+//! words of the local side.
 
 use crate::fabric::ring::block::{DirectionBlock, EndMark, STOPPED, Wake};
 use crate::fabric::ring::{Ended, Stopped};

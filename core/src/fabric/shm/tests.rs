@@ -9,7 +9,7 @@ use crate::fabric::waiter::FLAGS_BYTES;
 use crate::os::privatefd::PrivateFd;
 use crate::os::{forked, memfd};
 
-/// A side channel that is up or down, and a count of rings.
+/// A side channel that is up or down, and a count of the calls of `ring`.
 #[derive(Default)]
 struct Outer {
     is_down: Cell<bool>,
@@ -69,7 +69,7 @@ impl Files {
 }
 
 fn blank() -> End<Outer> {
-    // SAFETY: the tests drop or forget cursors before the end.
+    // SAFETY: the tests drop or forget the cursors before they drop the end.
     unsafe { End::blank(Outer::default()) }.unwrap()
 }
 
@@ -152,7 +152,7 @@ fn both_ends_follow_the_arenas_as_they_grow() {
             let opened = ends[0].open(12).unwrap();
             let mut producer = ends[1].producer(opened.vqpn).unwrap();
             let spans = producer.spans(4).unwrap();
-            // SAFETY: readable.
+            // SAFETY: the source is readable, and apart from the ring.
             unsafe { spans.copy_in(0, n.to_ne_bytes().as_ptr(), 4) };
             let _ = producer.commit(4);
             ends[1].notify(Wake(WaiterId(5).queue_bits()), opened.vqpn);
@@ -165,13 +165,13 @@ fn both_ends_follow_the_arenas_as_they_grow() {
     for (n, mut opened) in streams.into_iter().enumerate() {
         let mut bytes = [0; 4];
         let spans = opened.consumer.spans(4).unwrap();
-        // SAFETY: writable.
+        // SAFETY: the target is writable, and apart from the ring.
         assert_eq!(unsafe { spans.copy_out(0, bytes.as_mut_ptr(), 4) }, 4);
         assert_eq!(u32::from_ne_bytes(bytes), n as u32);
     }
 }
 
-/// Returns the address space of this process in bytes.
+/// Returns the size of this process's address space in bytes.
 fn addresses() -> usize {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     status.split(' ').next().unwrap().parse::<usize>().unwrap() * 4096
@@ -271,7 +271,7 @@ fn a_ring_that_cannot_be_mapped_is_not_adopted_and_none_is_given() {
             maximum: None,
         };
         rustix::process::setrlimit(rustix::process::Resource::As, limit).unwrap();
-        // The owner of the ring has mapped it; the producer's process can map no more.
+        // The ring's owner has mapped the ring before the limit was set. The producer's end cannot map it any more.
         assert_eq!(producer.spans(8192).map(|s| s.len()), Ok(4096));
         let _ = producer.commit(4096);
         assert_eq!(producer.has_space(), Ok(false), "it is not tried for ever");
@@ -291,7 +291,7 @@ fn a_fork_child_reads_zeroes_and_writes_to_nobody() {
     let mut opened = ends[0].open(12).unwrap();
     let mut producer = ends[1].producer(opened.vqpn).unwrap();
     let spans = producer.spans(3).unwrap();
-    // SAFETY: readable.
+    // SAFETY: the source is readable, and apart from the ring.
     unsafe { spans.copy_in(0, b"yes".as_ptr(), 3) };
     let _ = producer.commit(3);
     forked::in_child(|| {
@@ -299,7 +299,7 @@ fn a_fork_child_reads_zeroes_and_writes_to_nobody() {
         ends.iter().for_each(End::after_fork);
         assert_eq!(opened.consumer.available(), Ok(0));
         let spans = producer.spans(3).unwrap();
-        // SAFETY: readable.
+        // SAFETY: the source is readable, and apart from the ring.
         unsafe { spans.copy_in(0, b"no!".as_ptr(), 3) };
         let _ = producer.commit(3);
         ends[1].notify(Wake(WaiterId(2).queue_bits()), opened.vqpn);
@@ -307,7 +307,7 @@ fn a_fork_child_reads_zeroes_and_writes_to_nobody() {
     assert!(!ends[0].has_ready(WaiterId(2)));
     let mut bytes = [0; 6];
     let spans = opened.consumer.spans(6).unwrap();
-    // SAFETY: writable.
+    // SAFETY: the target is writable, and apart from the ring.
     assert_eq!(unsafe { spans.copy_out(0, bytes.as_mut_ptr(), 6) }, 3);
     assert_eq!(&bytes, b"yes\0\0\0");
 }

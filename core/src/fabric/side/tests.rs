@@ -1,5 +1,5 @@
-//! Tests of memory that is mapped in segments: the addresses and memory that it takes, and releases. Also tests of
-//! `Numbers`.
+//! Tests of memory that is mapped in segments: the addresses and memory that it takes, and releases. The file also has
+//! the tests of `Numbers`.
 
 use std::os::fd::AsFd;
 
@@ -13,7 +13,7 @@ fn file(total: usize) -> crate::os::privatefd::PrivateFd {
     memfd::create_file("rdmasock-test", OFFSET + total as u64).unwrap()
 }
 
-/// Returns the address space of this process, in pages.
+/// Returns the size of this process's address space, in pages.
 fn pages() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split(' ').next().unwrap().parse().unwrap()
@@ -36,14 +36,14 @@ fn two_ends_that_map_by_themselves_see_the_same_bytes() {
         a.reach(offset).unwrap();
         b.reach(offset).unwrap();
         let (a, b) = (a.at(offset).unwrap(), b.at(offset).unwrap());
-        // SAFETY: mapped, and no other code uses the file.
+        // SAFETY: the address is mapped, and no other code uses the file.
         unsafe {
             a.write(n as u8 + 1);
             assert_eq!(b.read(), n as u8 + 1, "{offset}");
         }
     }
     assert_eq!(a.reach(total), Err(Errno::INVAL));
-    // SAFETY: no pointer is left.
+    // SAFETY: no pointer into the segments is used any more.
     ends.iter().for_each(|end| unsafe { end.unmap() });
 }
 
@@ -55,12 +55,12 @@ fn what_is_not_used_takes_no_addresses() {
     let end = Segments::<UNIT>::default();
     end.show(fd.as_fd(), OFFSET, total).unwrap();
     end.reach(100 * UNIT).unwrap();
-    // 128 units, and a page in front of each segment but the first. The bound is far above that, since other tests run
-    // at the same time, and map and unmap memory too.
+    // The segments have 128 units, and a page in front of each but the first. The bound is far above that, since other
+    // tests run at the same time, and map and unmap memory too.
     let taken = pages().saturating_sub(before);
     assert!(taken < 64 * 1024, "{taken}");
     assert!(end.at(100 * UNIT).is_some() && end.at(128 * UNIT).is_none());
-    // SAFETY: no pointer is left.
+    // SAFETY: no pointer into the segments is used any more.
     unsafe { end.unmap() };
     assert!(end.at(0).is_none());
 }
@@ -77,7 +77,7 @@ fn addresses_outlive_the_file_and_serve_the_next() {
         let now = [end.at(0).unwrap(), end.at(5 * UNIT).unwrap()];
         assert_eq!(*stale.get_or_insert(now), now);
         for at in now {
-            // SAFETY: mapped.
+            // SAFETY: the address is mapped.
             unsafe {
                 assert_eq!(at.read(), 0);
                 at.write(life);
@@ -92,7 +92,7 @@ fn addresses_outlive_the_file_and_serve_the_next() {
             }
         }
     }
-    // SAFETY: no pointer into them is used.
+    // SAFETY: no pointer into the segments is used any more.
     unsafe { end.unmap() };
 }
 
@@ -103,13 +103,13 @@ fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
     let growing = end.growing.lock().unwrap();
     crate::os::forked::in_child(|| {
         end.after_fork();
-        // After this the child's thread id differs from the lock holder's, so to the child another thread holds the
-        // lock.
+        // After this call the child's thread id differs from the lock holder's, so to the child another thread holds
+        // the lock.
         crate::os::thread::current().forget_tid();
         assert_eq!(end.reach(5 * UNIT), Err(Errno::INVAL));
     });
     drop(growing);
-    // SAFETY: no pointer into them is used.
+    // SAFETY: no pointer into the segments is used any more.
     unsafe { end.unmap() };
 }
 
@@ -120,7 +120,7 @@ fn a_piece_lies_in_one_segment() {
     assert!(end.is_piece(0, UNIT) && !end.is_piece(0, 2 * UNIT));
     assert!(end.is_piece(4 * UNIT, 4 * UNIT) && !end.is_piece(4 * UNIT, 4 * UNIT + 1));
     assert!(!end.is_piece(usize::MAX, 2) && !end.is_piece(8 * UNIT, 1));
-    // SAFETY: no pointer into them is used.
+    // SAFETY: no pointer into the segments is used any more.
     unsafe { end.unmap() };
 }
 
@@ -131,7 +131,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
         let fd = file(total);
         let end = Segments::<UNIT>::default();
         end.show(fd.as_fd(), OFFSET, total).unwrap();
-        // SAFETY: concerns this child's mappings only.
+        // SAFETY: the call concerns this child's mappings only.
         let locks = |what| unsafe { libc::mlockall(what) } == 0;
         let is_locked = locks(libc::MCL_CURRENT | libc::MCL_FUTURE);
         end.hold(total / 4).unwrap();
@@ -149,7 +149,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
         }
         end.reach(total / 4).unwrap();
         let at = end.at(total / 4).unwrap();
-        // SAFETY: mapped, and no other code uses the file.
+        // SAFETY: the address is mapped, and no other code uses the file.
         unsafe { at.write(7) };
         assert!(end.reach(total - 1).is_err());
     });
@@ -185,7 +185,7 @@ fn memory_is_backed_and_given_back() {
     end.punch_hole(2 * UNIT, UNIT).unwrap();
     assert_eq!(blocks(), 0);
     assert_eq!(end.back(4 * UNIT, 1), Err(Errno::INVAL));
-    // SAFETY: no pointer into them is used.
+    // SAFETY: no pointer into the segments is used any more.
     unsafe { end.unmap() };
 }
 

@@ -185,7 +185,7 @@ proptest! {
         if let Ok(received) = decode(&bytes) {
             received.records.for_each(drop);
         }
-        // The same bytes behind a valid header.
+        // Reads the same bytes behind a valid header.
         let n = bytes.len() as u16;
         let mut framed = vec![0, 0, n as u8, (n >> 8) as u8];
         framed.extend(&bytes);

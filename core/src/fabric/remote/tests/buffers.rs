@@ -34,7 +34,7 @@ fn more_is_taken_at_once_than_the_peer_has_room_for() {
         world.settle();
         let d = &mut world.directions[0];
         assert_eq!(world.ends[0].received(d.number), Some(4096), "no more");
-        // The peer's ring is too small, although the producer has not found it full. The reader can see that.
+        // The peer's ring is too small, although the producer has not found it full. The reader can see that it is.
         assert_eq!(d.read(&world.ends, 1), 1);
         assert!(d.consumer.producer_limited());
         world.drain();
@@ -143,7 +143,8 @@ fn a_bound_holds_in_a_buffer() {
     assert!(d.lend(ends, 18));
     assert_eq!(d.producer.ring_size(), 1 << 14, "the next power of two");
     assert_eq!(d.write(ends, 1 << 20), 10_000 - 4096);
-    // The peer's next ring is larger than the producer's bound, and its reader may hold back more than W4 allows.
+    // The peer's next ring is larger than the producer's bound, and its reader may hold back more than W4 allows. So
+    // the producer does not move back to that ring.
     world.settle();
     world.directions[0].read(&world.ends, 1);
     world.directions[0].offer(&world.ends, 16);
@@ -213,7 +214,7 @@ fn what_has_arrived_is_confirmed_though_the_rest_waits() {
     assert_eq!(world.ends[1].unconfirmed(number), Some(kept));
     assert_eq!(world.ends[1].unsent(number), kept);
     world.drain();
-    // The next message also answers a confirmation that was asked for before.
+    // The peer's heads and its answers have confirmed all bytes.
     assert_eq!(world.ends[1].unconfirmed(number), Some(0));
     assert_eq!(world.ends[1].unsent(number), 0);
 }
@@ -240,7 +241,7 @@ fn what_precedes_an_end_mark_goes_on_after_a_close() {
     while consumer.end() == Ok(None) {
         let spans = consumer.spans(1).unwrap();
         let mut data = vec![0; spans.len()];
-        // SAFETY: writable and apart from the ring.
+        // SAFETY: the target is writable, and apart from the ring.
         unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
         assert_eq!(data, bytes(to_a.seed, got, got + data.len() as u64));
         got += data.len() as u64;

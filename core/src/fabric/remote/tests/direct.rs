@@ -110,7 +110,7 @@ impl Direction {
         }
         if let Some(landed) = self.landed(ends) {
             let spans = self.consumer.spans(landed.len()).unwrap();
-            // SAFETY: readable and apart from the ring.
+            // SAFETY: the source is readable, and apart from the ring.
             unsafe { spans.copy_in(0, landed.as_ptr(), landed.len()) };
             end.put_back(self.number);
         }
@@ -160,8 +160,8 @@ impl Direction {
         });
     }
 
-    /// Makes the writer take its memory back. Once the device does not use the memory any more, it is overwritten at
-    /// once.
+    /// Makes the writer take its memory back. As soon as the device does not use the memory any more, the memory is
+    /// overwritten, so that a later use of it shows.
     pub(crate) fn take(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[1 - self.reader];
         let Some(mut lent) = self.lent.take() else {
@@ -193,7 +193,7 @@ impl World {
         if self.ends.iter().any(TestEnd::has_bulk) {
             return;
         }
-        // First each end learns that the other has no bulk queue pair.
+        // Before that, records that are under way arrive, and each end ends its old bulk queue pair.
         self.settle();
         for end in &self.ends {
             end.end_retired(drop);
@@ -328,7 +328,7 @@ proptest! {
             world.drain();
             for d in &mut world.directions {
                 d.leave_off(&world.ends);
-                // An answer covers only the bytes that were sent before the question.
+                // ACK covers only the bytes that were sent before CONFIRM.
                 let _ = world.ends[1 - d.reader].unconfirmed(d.number);
             }
         }
@@ -377,7 +377,7 @@ proptest! {
             d.read(&world.ends, usize::MAX);
             prop_assert_eq!(d.got, received);
             d.take(&world.ends);
-            // A reader that hands its end over asks for the bytes that its program has not read.
+            // A reader that hands its end over to another process asks for the bytes that its program has not read.
             let unread = d.producer.rest(consumed).ok();
             prop_assert_eq!(unread, Some(bytes(d.seed, consumed, d.sent)));
             let again = d.producer.rest(received).ok();
@@ -457,7 +457,7 @@ fn what_was_lent_and_cannot_go_is_sent_by_the_ring() {
     world.directions[0].take(&world.ends);
     world.drain();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
-    // Another bulk queue pair replaces it.
+    // Another bulk queue pair replaces the one that was given up.
     world.attach(Config::default());
     world.rest();
     world.directions[0].wait(&world.ends, 40_000);

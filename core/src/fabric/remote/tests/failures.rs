@@ -97,7 +97,7 @@ fn a_released_end_gives_its_memory_back_and_carries_another_link() {
             assert!(unsafe { end.release() });
             assert!(end.arm().is_err() && end.users.is_empty());
             assert!(end.sides().iter().all(|side| side.data_len() == 0));
-            // Calls of threads that come late.
+            // These calls stand for threads that come late.
             end.notify(ENGINE, Vqpn(2));
             end.notify(crate::fabric::ring::Wake(WaiterId(0).queue_bits()), Vqpn(0));
             assert!(end.has_ready(WaiterId(5)).eq(&false) && end.progress().is_err());

@@ -37,7 +37,7 @@ fn heads_go_with_answers() {
     let before = sends(&world);
     for _ in 0..10 {
         ask(&mut world);
-        // The ends settle as often as requests come.
+        // The ends call `settle` as often as requests come.
         world.ends.iter().for_each(TestEnd::settle);
     }
     assert_eq!(sends(&world), before.map(|sends| sends + 10));

@@ -158,7 +158,7 @@ proptest! {
         e.pair(opened[0].vqpn, Vqpn(7), first_ring());
         let mut producer = e.producer(Vqpn(7)).unwrap();
         let lent = [0u8; 100];
-        // The peer switches to its ring and offers one, so that both rings may have bytes.
+        // The peer switches to the ring that this end has offered, and offers a ring of its own. So both may get bytes.
         let mut ready = Builder::new(1000);
         ready.push(&Record::Switch { theirs: 0, generation: 1, position: 0 });
         ready.push(&Record::Offer { theirs: 0, word: 1 << 40 | 12 << 32 });

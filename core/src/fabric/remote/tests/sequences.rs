@@ -192,7 +192,7 @@ fn closed_comes_after_all_that_was_sent() {
         let [mut to_a, mut to_b] = <[Direction; 2]>::try_from(std::mem::take(&mut world.directions))
             .ok()
             .unwrap();
-        // B writes more than one message takes, and closes.
+        // End B (`ends[1]`) writes more than one message takes, and closes.
         assert_eq!(to_a.write(&world.ends, 4096), 4096);
         let wake = to_a.producer.end(EndMark::Fin).unwrap();
         world.ends[1].notify(wake, to_a.number);
@@ -203,7 +203,7 @@ fn closed_comes_after_all_that_was_sent() {
         }
         assert_eq!(to_a.read(&world.ends, usize::MAX), 4096);
         assert_eq!(to_a.consumer.end(), Ok(Some(EndMark::Fin)));
-        // A has not closed yet, so the number is not free at B.
+        // End A has not closed yet, so the number is not free at B.
         assert_ne!(world.ends[1].open(12).unwrap().vqpn, to_b.number);
         world.ends[0].on_closed(to_a.number);
         world.ends[0].close(to_a.number, Some(to_b.number), Some(to_a.consumer));

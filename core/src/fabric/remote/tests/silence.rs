@@ -45,7 +45,7 @@ fn a_link_on_which_nothing_is_posted_is_not_watched_and_what_is_posted_tells_the
     assert!(!world.ends[1].has_ready(WaiterId(0)));
     world.settle();
     let probes = world.ends[1].counts().probes;
-    // Three ticks: for the probe, for its answer, and for the end of the watch.
+    // Three ticks are enough: for the probe, for its answer, and for the end of the watch.
     assert!(ticks(&world, 1, 10) <= 13);
     assert_eq!(world.ends[1].counts().probes, probes + 1);
     assert_eq!(world.ends[1].fault(), None);

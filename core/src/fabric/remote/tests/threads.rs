@@ -39,7 +39,7 @@ fn four_threads_on_each_end_move_what_they_send() {
                         let want = (1 + sent * 7 % 5000).min(BYTES - sent);
                         let data = bytes(seed, sent, sent + want);
                         let spans = producer.spans(data.len()).unwrap();
-                        // SAFETY: readable and apart from the ring.
+                        // SAFETY: the source is readable, and apart from the ring.
                         let n = unsafe { spans.copy_in(0, data.as_ptr(), data.len()) };
                         let wake = producer.commit(n);
                         ends[1 - reader].notify(wake, number);
@@ -60,7 +60,7 @@ fn four_threads_on_each_end_move_what_they_send() {
                     while got < BYTES {
                         let spans = consumer.spans(1).unwrap();
                         let mut data = vec![0; spans.len()];
-                        // SAFETY: writable and apart from the ring.
+                        // SAFETY: the target is writable, and apart from the ring.
                         unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
                         assert_eq!(data, bytes(seed, got, got + data.len() as u64));
                         got += data.len() as u64;

@@ -131,8 +131,8 @@ fn word() -> impl Strategy<Value = u64> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, ..ProptestConfig::default() })]
-    /// Overwrites each word of the block at random between the operations of both sides. Whatever the results are, the
-    /// copies stay inside the area; Miri and the bounds of `spans` check that.
+    /// Overwrites words of the block at random between the operations of both sides. Whatever the results are, the
+    /// copies stay inside the area. `inside` and Miri check that.
     #[test]
     fn random_words_never_leave_the_area(
         ops in proptest::collection::vec((0u8..13, word(), 0usize..6000), 1..100),

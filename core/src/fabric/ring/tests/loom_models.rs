@@ -1,5 +1,5 @@
-//! Loom models: every interleaving of small exchanges over rings of 4 and 8 bytes. A lost wake-up shows as a deadlock,
-//! an unordered access to payload as a failure of the modelled byte.
+//! Loom models: every interleaving, with at most two or three preemptions, of small exchanges over rings of 4 and 8
+//! bytes. A lost wake-up shows as a deadlock, an unordered access to payload as a failure of the modelled byte.
 
 use loom::sync::Arc;
 use loom::thread;

@@ -1,4 +1,4 @@
-//! The bytes received are the bytes sent, over sequences of operations and between threads.
+//! Tests that the bytes received are the bytes sent, over sequences of operations and between threads.
 
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -52,7 +52,7 @@ fn a_full_ring_wakes_the_producer_after_a_quarter() {
     assert_eq!(recv(&mut c, &mut buf[..1]), Ok((1, Wake(1))));
     assert_eq!(p.free(), Ok(1024));
     assert_eq!(p.has_space(), Ok(true));
-    // Arming for data publishes the exact count.
+    // Arming for data publishes the exact head.
     assert_eq!(recv(&mut c, &mut buf[..3]), Ok((3, Wake::NONE)));
     assert!(c.arm_data(1).unwrap().ready);
     assert_eq!(p.used(), Ok(4096 - 1027));
@@ -247,7 +247,7 @@ proptest! {
     }
 }
 
-/// A counter of wake-ups, on which a thread sleeps. A wait takes all of them.
+/// A counter of wake-ups, on which a thread sleeps. A wait resets the counter to 0.
 #[derive(Default)]
 struct Bell(Mutex<u32>, Condvar);
 

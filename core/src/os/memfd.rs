@@ -195,7 +195,7 @@ pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Resul
     Ok(())
 }
 
-/// Returns `bytes` if a mapping, and pointer arithmetic in it, can have that size.
+/// Returns `bytes` as a `usize` if a mapping can have that size: it is not 0, and pointer offsets can express it.
 fn mappable(bytes: u64) -> Option<usize> {
     usize::try_from(bytes)
         .ok()

@@ -280,8 +280,8 @@ struct Place {
     most: u32,
 }
 
-/// Returns the ranges to search under a soft limit, in their order. Each leaves the program three quarters of its
-/// numbers, less the `NEEDED` that the library needs in any case.
+/// Returns the ranges in which to search for private numbers under a soft limit, the first choice first. Each is the
+/// upper quarter of the numbers below its `end`, and `NEEDED` numbers more, which the library needs in any case.
 fn places(soft: u64) -> [Place; 2] {
     const NEEDED: u32 = 8;
     [USUAL, CEILING].map(|end| {
@@ -450,8 +450,8 @@ pub fn dismiss_reserve() {
     std::iter::from_fn(take_number).for_each(drop);
 }
 
-/// Descriptors that the library does not use any more and whose close may block. Each stays open until a thread that
-/// may block has copied it (`os::apart`).
+/// Descriptors that the library does not use any more and whose close may block. Each stays open until it was sent to a
+/// thread that may block (`os::apart`), so that the last close is made there.
 static LEFT: [AtomicI32; 64] = [const { AtomicI32::new(NONE) }; 64];
 
 /// Returns whether `LEFT` has entries.

@@ -160,8 +160,8 @@ impl Thread {
             self.base.set(stack_pointer());
         }
         self.depth.set(depth + 1);
-        // The fence keeps what the thread announces in the section behind this point. The announcements are withdrawn
-        // before `end`.
+        // What the section shows to other threads (a lock that it holds, a sleeper's flag) is stored after this point,
+        // and is withdrawn before `end`. The fence keeps that order for signal handlers.
         compiler_fence(SeqCst);
     }
 

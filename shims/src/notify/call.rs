@@ -154,8 +154,8 @@ impl Call {
         self.place_if(|| self.socket.numbers.is_behind(self.fd))
     }
 
-    /// Checks the table, then the kernel: `is_behind` returns whether the fd stands for the socket by the kernel's
-    /// answer.
+    /// Makes the check of `place` by the table, then by `is_behind`, which says whether for the kernel the fd still
+    /// stands for the socket.
     #[inline]
     fn place_if(&self, is_behind: impl FnOnce() -> bool) -> Place {
         // The service thread may have found, after this call's last check of the table, that the fd was closed without

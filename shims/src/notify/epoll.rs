@@ -100,7 +100,7 @@ pub(crate) struct Set {
     pub(crate) items: Vec<Item>,
     pub(crate) free: Vec<usize>,
     pub(crate) ready: VecDeque<usize>,
-    /// Items whose entries peers have put into ready queues, each with the time of its entry. Empty outside
+    /// Items whose streams were found in ready queues, each with the time at which its stream was queued. Empty outside
     /// `Epoll::sweep`.
     pub(crate) come: Vec<(u64, usize)>,
     /// The number of results of epoll_wait() so far that list an item of this set.
@@ -920,7 +920,8 @@ impl Links {
 /// The upper 34 bits of all keys. No pointer begins with these bits, since such an address would not be canonical, and
 /// no small number begins with them. A program's random data begins with them with a probability of 2^-34.
 const OURS: u64 = 0x2_d785_3e71;
-/// The number of bits of the owner's process id, which follows the prefix `OURS` (Linux has no id above 2^22).
+/// The number of bits of the process id that follows the prefix `OURS` (Linux has no id above 2^22). That process is
+/// the key's *owner*: its library has added the fd to the set.
 const OWNER_BITS: u32 = 22;
 /// The number of bits of the tag, the lowest bits of a key. Tag 0 stands for the owner's bell, any other tag for one of
 /// the owner's links.

@@ -198,7 +198,7 @@ pub(crate) fn token(fd: c_int) -> Token {
     Token { word, generation }
 }
 
-/// Returns a new serial number for a fresh socket.
+/// Returns a new serial number for a socket that is neither connected nor listens yet (`Entry::Fresh`).
 pub(crate) fn new_serial() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     NEXT.fetch_add(1, Relaxed) & usize::MAX >> SERIAL_SHIFT

@@ -368,7 +368,8 @@ impl Drop for Sleeper {
     }
 }
 
-/// Sleeps until `futex` no longer holds `ticket`, or is woken. `Err` is the errno that the call fails with.
+/// If `futex` holds `ticket`, sleeps until a wake-up, a signal handler or the end of the time `left`. `Err` is EINTR
+/// after a handler, and EAGAIN when the time is over.
 ///
 /// After a handler with SA_RESTART the kernel restarts a sleep without a time-out. It never restarts one with a
 /// time-out.

@@ -177,9 +177,9 @@ impl Holders {
         }
     }
 
-    /// Returns whether more than one process holds the socket. If the count is above 1, asks the kernel. The kernel
-    /// shows only whether the owner is gone, or whether all of the owner's children are. So a killed holder may stay
-    /// counted while others live.
+    /// Returns whether more than one process holds the socket. If the count is above 1, asks the kernel, which can only
+    /// tell the owner that all its children are gone, and another holder that the owner is gone. So a killed holder may
+    /// stay counted while others live.
     pub fn are_several(&self) -> bool {
         is_noted(STRANGER) || self.may_be_several() && !self.is_alone()
     }

@@ -803,8 +803,8 @@ impl Link {
         bytes.min(self.max_ring()).trailing_zeros() as u8
     }
 
-    /// Returns the bounds within which one more producer of this end accepts rings that the peer offers. Raises the
-    /// bound on the peer's data area for that producer.
+    /// Returns the bounds within which a new producer of this end accepts the rings that the peer offers. Within a
+    /// host, first raises the bound that all producers of the link share, to allow for this one more.
     fn allowance(&self) -> Allowance {
         if self.is_remote() {
             return Allowance::default();

@@ -261,7 +261,8 @@ impl Outside for LocalPeer {
             polling if polling.is_polling() => self.press(polling),
             thread => page.wake(thread),
         };
-        // If the channel is full, the peer's service thread has unread messages, so it is awake already.
+        // If the channel is full, the peer's service thread has unread messages, so it is awake and needs no wake-up.
+        // Any other waiter is still owed one.
         if is_woken || self.ask_to_wake(waiter) != Err(Errno::AGAIN) || waiter == SERVICE {
             return;
         }

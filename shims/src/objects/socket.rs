@@ -1,11 +1,11 @@
 //! A TCP socket that the library knows: what its two directions run on, and which threads and epoll sets wait for it.
 //! Also the parts of its state: the fds that stand for it, its promotion, its options and timeouts, what was reported
-//! about it, and whether direct transfers pay.
+//! about it (to the program, and in `rdmasock stat`), and whether direct transfers pay.
 //!
 //! The *anchor* is the kernel's socket of the connection. The connection is *watched* while the library, and not the
-//! kernel's epoll sets, reports its readiness. A *direct transfer* moves the bytes of a large send or receive between
-//! the programs' memory on two hosts, past the rings. A receive *advertises* its buffer when it offers the buffer to
-//! the peer for such a transfer.
+//! kernel's epoll sets, reports its readiness. (The stage `Watching` has another meaning: below the threshold.) A
+//! *direct transfer* moves the bytes of a large send or receive between the programs' memory on two hosts, past the
+//! rings. A receive *advertises* its buffer when it offers the buffer to the peer for such a transfer.
 //!
 //! Objects are never freed, only reused for other connections (see `notify::table`). Lock order, outermost first: an
 //! epoll set's lock, then `control`, `interest`, `rx`, `tx`. No thread blocks under any of these locks, or takes an

@@ -56,7 +56,7 @@ const ROUNDS: usize = 4;
 const MANY: usize = 16;
 /// How long a thread sleeps, ns, after the kernel's set has woken it only for a bell, or another library fd, of another
 /// process (processes share a set after a fork). That process rings its bell again, and this thread must not take that
-/// event too. Processes share a set after a fork.
+/// event too.
 const OUT_OF_THE_WAY: i64 = 1_000_000;
 
 /// The kernel's epoll_wait(fd, events, max, time-out), with the program's signal mask.

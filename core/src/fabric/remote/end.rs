@@ -443,8 +443,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.with(|engine| engine.streams.get(mine.0).map(f))?
     }
 
-    /// Calls `f` with the stream that the peer calls `theirs`. `None` if it is not paired, and in a signal handler that
-    /// has interrupted the engine.
+    /// Calls `f` with the stream that the peer calls `theirs`. `None` if this end knows no stream of that number, and
+    /// in a signal handler that has interrupted the engine.
     pub(super) fn of_peer<T>(&self, theirs: Vqpn, f: impl FnOnce(&mut Stream) -> T) -> Option<T> {
         self.with(|engine| engine.streams.of_peer(theirs.0).map(|(_, s)| f(s)))?
     }

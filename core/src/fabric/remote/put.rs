@@ -329,7 +329,8 @@ impl Targets {
             return Err(Breach::Advert);
         }
         self.adverts = self.adverts.wrapping_add(1);
-        // While memory is lent the direction goes on by the loan, and SOURCE makes an advert void.
+        // No buffer is used while memory is lent: the bytes go by the loan, and the record SOURCE, which announces the
+        // loan, makes all adverts before it void.
         let is_next = advert.position == told && !is_lent;
         self.open = (is_next && self.held.is_none_or(|held| held <= told)).then_some(advert);
         Ok(())

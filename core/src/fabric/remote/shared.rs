@@ -287,7 +287,7 @@ pub(super) struct OwnChunk {
     pub is_announced: bool,
 }
 
-/// Keys by the index of their chunk. The list ends at the highest chunk that has a key.
+/// The registration keys of chunks, found by the chunk's index. The list ends at the highest chunk that has a key.
 #[derive(Debug, Default)]
 pub(super) struct Keys<T>(Vec<Option<T>>);
 

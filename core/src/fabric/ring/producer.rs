@@ -299,8 +299,8 @@ impl Producer {
         self.ring.size()
     }
 
-    /// Returns whether the ring on offer can be mapped within the allowance. Called for the first ring, without which
-    /// no byte can be sent.
+    /// Returns whether the ring on offer is within reach (`Allowance::reaches`), and this process can map it. Called
+    /// for the first ring, without which no byte can be sent.
     #[cfg(not(loom))]
     pub fn can_adopt(&self) -> bool {
         let word = self.theirs().offer.look();

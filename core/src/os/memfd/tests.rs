@@ -1,4 +1,5 @@
-//! Tests of sealed memory: which files can be mapped, what a peer cannot do to them, and what locked memory takes.
+//! Tests of sealed memory: which files can be mapped, what a peer cannot do to them, and that under mlockall only
+//! touched pages take memory.
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::{pread, pwrite};

@@ -263,8 +263,8 @@ fn a_fork_child_keeps_only_what_it_is_told_to() {
     let kept = PrivateFd::place(pipe().0).unwrap();
     let closed = PrivateFd::place(pipe().0).unwrap();
     let (kept, closed) = (kept.as_raw_fd(), closed.as_raw_fd());
-    // The test goes on with raw numbers. The child's copies of the owners are never dropped, since the child ends by
-    // _exit.
+    // From here on `kept` and `closed` are raw numbers. The `PrivateFd`s that own them are never dropped in the child,
+    // since it ends by _exit.
     let (keep_alive, close_alive) = (kept, closed);
     in_child(move || {
         // SAFETY: the child uses no owner of a private fd afterwards.

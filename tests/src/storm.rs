@@ -158,7 +158,9 @@ fn so(is_so: bool, what: &str) {
 
 extern "C" fn on_timer(_: c_int) {
     let kept = Errno::last_raw();
-    if !IS_BUSY.swap(true, AcqRel) {
+    if is_above_cancellation() {
+        soon();
+    } else if !IS_BUSY.swap(true, AcqRel) {
         let tick = TICKS.fetch_add(1, Relaxed);
         if tick % 2 == 1 {
             send_on(tick);
@@ -169,6 +171,16 @@ extern "C" fn on_timer(_: c_int) {
         soon();
     }
     Errno::from_raw(kept).set();
+}
+
+/// Whether this handler has interrupted glibc's handler for the signal of `pthread_cancel`. The signal is blocked then.
+/// A cancellation point in this handler would wait for the end of glibc's handler for ever, without the library too.
+fn is_above_cancellation() -> bool {
+    const SIGCANCEL: u32 = 32;
+    let mut mask = 0u64;
+    // SAFETY: a mask of the kernel has 8 bytes, and nothing is changed.
+    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, 0, &raw mut mask, 8) };
+    mask & 1 << (SIGCANCEL - 1) != 0
 }
 
 /// Sends the signal to the next thread of the process.

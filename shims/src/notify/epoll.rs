@@ -39,7 +39,7 @@ use rustix::io::Errno;
 use crate::config::spin::Spinner;
 use crate::notify::{ready, table};
 use crate::objects::link::{Link, News, Pin, Remote, Watch};
-use crate::objects::socket::{EpollSet, Membership, Socket};
+use crate::objects::socket::{EpollSet, Membership, Mode, Socket, Stage};
 use crate::objects::{library::Library, mailbox::Command};
 use crate::sys::{errno, points::point, registry::Registry, time::Timeout};
 
@@ -57,6 +57,9 @@ const PLAIN: u32 = 1 << 31;
 /// The flags of a registration that are not events. They remain in the kernel's set when an EPOLLONESHOT has fired.
 const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
 
+/// The most items in `Set::young`. Each costs a system call in each result that lists another item.
+const MOST_YOUNG: usize = 16;
+
 /// A socket in the set, under one fd. A socket that was added under two fds has two items.
 pub(crate) struct Item {
     pub(crate) socket: &'static Socket,
@@ -69,6 +72,8 @@ pub(crate) struct Item {
     pub(crate) listed_in: u64,
     /// The item's index is in the set's list `ready`.
     pub(crate) queued: bool,
+    /// The item's index is in the set's list `young`.
+    pub(crate) young: bool,
     /// EPOLLONESHOT has fired for the item, which stays silent until EPOLL_CTL_MOD arms it again.
     pub(crate) disabled: bool,
     /// The item is removed. Its index is not reused while the index is still in `ready`.
@@ -87,6 +92,14 @@ impl Item {
         self.disabled && !self.taken
     }
 
+    /// Whether the item belongs into `Set::young`.
+    pub(crate) fn is_young(&self) -> bool {
+        let is_level_triggered = self.taken && !self.dead && self.events & ET == 0;
+        is_level_triggered
+            && self.socket.promotion.stage() == Stage::Busy
+            && self.socket.rx_mode.load(Acquire) != Mode::Link
+    }
+
     /// Applies an EPOLL_CTL_MOD of the program to the item.
     fn arm(&mut self, event: libc::epoll_event) {
         self.events = event.events;
@@ -100,6 +113,10 @@ pub(crate) struct Set {
     pub(crate) items: Vec<Item>,
     pub(crate) free: Vec<usize>,
     pub(crate) ready: VecDeque<usize>,
+    /// The last [`MOST_YOUNG`] level-triggered items that were taken over, as long as what they receive may still come
+    /// by TCP. A peer may send to one of these and then to another socket by a link, where it is seen at once. So a
+    /// result that lists any item of the set also lists the ready ones of these, and lists them first.
+    pub(crate) young: VecDeque<usize>,
     /// Items whose streams were found in ready queues, each with the time at which its stream was queued. Empty outside
     /// `Epoll::sweep`.
     pub(crate) come: Vec<(u64, usize)>,
@@ -543,6 +560,7 @@ impl Epoll {
             taken: false,
             listed_in: 0,
             queued: false,
+            young: false,
             disabled: false,
             dead: false,
         });
@@ -566,6 +584,7 @@ impl Epoll {
                 self.set_taken(item, true);
             }
             self.activate(&mut set);
+            set.add_young(index);
             self.make_ready(set, index, socket);
             return 0;
         }
@@ -665,6 +684,7 @@ impl EpollSet for Epoll {
         point!("take over: the kernel's set has it no more");
         // Counted after the removal, so that a thread that reads the new count finds the socket in one set only.
         self.moves.fetch_add(1, Release);
+        set.add_young(index);
         self.make_ready(set, index, socket);
         true
     }
@@ -734,6 +754,7 @@ impl Set {
             && self.free.try_reserve(more(self.free.len())).is_ok()
             && self.ready.try_reserve(more(self.ready.len())).is_ok()
             && self.come.try_reserve(more(self.come.len())).is_ok()
+            && self.young.try_reserve(MOST_YOUNG - self.young.len()).is_ok()
     }
 
     fn insert(&mut self, item: Item) -> usize {
@@ -754,6 +775,21 @@ impl Set {
         {
             item.queued = true;
             self.ready.push_back(index);
+        }
+    }
+
+    /// Appends an item that was just taken over to the young ones, if it is one.
+    fn add_young(&mut self, index: usize) {
+        if let Some(item) = self.items.get_mut(index)
+            && item.is_young()
+            && !std::mem::replace(&mut item.young, true)
+        {
+            if self.young.len() == MOST_YOUNG
+                && let Some(oldest) = self.young.pop_front().and_then(|oldest| self.items.get_mut(oldest))
+            {
+                oldest.young = false;
+            }
+            self.young.push_back(index);
         }
     }
 
@@ -1070,6 +1106,7 @@ mod tests {
             taken: true,
             listed_in: 0,
             queued: false,
+            young: false,
             disabled: false,
             dead: false,
         };

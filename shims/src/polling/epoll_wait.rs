@@ -9,6 +9,7 @@
 //!   other set is in the kernel alone.
 //! - *list*: the indices of the items that may be ready. Peers put entries into the ready queues of their links. A
 //!   *sweep* moves these entries to the list, and a *harvest* reports the list's ready items.
+//! - *young item*: an item that is taken over, and whose socket may still receive by TCP, for its promotion goes on.
 //! - *bell*: an fd of the library in the kernel's set. To *ring* makes it readable, which wakes one thread that sleeps
 //!   on the kernel's set. Peers ring only while the set's *sleep flag* is raised.
 //! - *nested set*: a set that another set holds, or that poll() or select() was called on. Its kernel's set is kept
@@ -78,6 +79,9 @@ struct Wait<'a> {
     events: *mut libc::epoll_event,
     max: c_int,
     filled: c_int,
+    /// How many entries at the front of the result are of sockets that may receive by TCP: those of the kernel's set,
+    /// then those of young items ([`Set::young`]).
+    by_tcp: c_int,
     /// What `Epoll::moves` was before this call last checked the kernel's set. If it has changed since, a socket has
     /// moved between the kernel's set and the list, and the result might list it twice.
     moves: u64,
@@ -114,6 +118,7 @@ impl Epoll {
                 events,
                 max,
                 filled: 0,
+                by_tcp: 0,
                 moves: set.moves.load(Acquire),
                 serial: 0,
             };
@@ -315,42 +320,40 @@ impl Wait<'_> {
             return n;
         }
         if self.filled < self.max && self.set.is_active() {
+            self.by_tcp = self.filled;
             self.harvest(false);
         }
         self.filled
     }
 
     /// Completes a result that has only items of the list, and returns the number of entries. If the result has room,
-    /// checks the kernel's set too in two cases. In the first, `look` is true. In the second, the kernel's set has
-    /// connections: a peer may have sent on one of them before it sent on the link. Appends what the kernel's set
-    /// reports, then items that have become ready meanwhile. In the second case, moves the kernel's entries to the
-    /// front.
+    /// checks the kernel's set too in three cases. In the first, `look` is true. In the second, the kernel's set has
+    /// connections: a peer may have sent on one of them before it sent on the link. In the third, a socket has moved.
+    /// Appends what the kernel's set reports, then items that have become ready meanwhile. In the second case, moves
+    /// the kernel's entries to the front.
     fn with_kernels(&mut self, look: bool) -> c_int {
         let (set, ours) = (self.set, self.filled);
         if ours == self.max {
             set.full.store(true, Relaxed);
-        } else if (look || set.is_mixed()) && self.look(Timeout::ZERO) > 0 {
-            let end = self.filled;
-            if end < self.max {
-                self.harvest(false);
-            }
-            // SAFETY: the first `filled` entries are filled.
-            let all = unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) };
-            if set.moves.load(Acquire) != self.moves {
+        } else if look || set.is_mixed() || self.has_moved() {
+            let n = self.look(Timeout::ZERO);
+            if self.has_moved() {
                 // A socket may have moved between the kernel's set and the list meanwhile. A result must not list a
                 // socket twice, and the kernel's results never do. A program that makes one blocking read for each
                 // entry would hang in the second read.
-                let (listed, rest) = all.split_at_mut((ours as usize).min(all.len()));
-                return ours + keep(rest, |data| !listed.iter().any(|e| e.u64 == data)) as c_int;
+                let (listed, rest) = self.listed().split_at_mut((ours as usize).min(self.filled as usize));
+                self.filled = ours + keep(rest, |data| !listed.iter().any(|e| e.u64 == data)) as c_int;
             }
-            if set.is_mixed()
-                && let Some(both) = all.get_mut(..end as usize)
-            {
+            if set.is_mixed() {
                 // The order of arrival across the kernel's set and the list is unknown. The kernel's entries go first.
                 // A peer that uses a link has usually waited for a reply to each request, so its data on the link is
                 // the last that it has sent. A peer that sends on a young connection, which is still on TCP, without
                 // waiting for a reply, expects that data to be read first.
-                both.rotate_left(ours as usize);
+                self.listed().rotate_left(ours as usize);
+                self.by_tcp += self.filled - ours;
+            }
+            if (n > 0 || self.has_moved()) && self.filled < self.max {
+                self.harvest(false);
             }
         }
         self.filled
@@ -401,6 +404,17 @@ impl Wait<'_> {
         self.filled - before
     }
 
+    /// Whether a socket has moved between the kernel's set and the list since this call last checked the kernel's set.
+    fn has_moved(&self) -> bool {
+        self.set.moves.load(Acquire) != self.moves
+    }
+
+    /// Returns the filled entries.
+    fn listed<'a>(&self) -> &'a mut [libc::epoll_event] {
+        // SAFETY: the first `filled` entries are filled, and belong to this call alone.
+        unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) }
+    }
+
     /// Returns the place behind the filled entries.
     fn free(&self) -> *mut libc::epoll_event {
         self.events.wrapping_add(self.filled as usize)
@@ -428,7 +442,7 @@ impl Wait<'_> {
         };
         // The fd is checked under the set's lock: a closed set's object cannot become another set while the lock is
         // held.
-        if guard.ready.len() != 1 || !self.is_here() || guard.links.have_ready(waiter) {
+        if guard.ready.len() != 1 || !guard.young.is_empty() || !self.is_here() || guard.links.have_ready(waiter) {
             return true;
         }
         let set = &mut *guard;
@@ -462,6 +476,10 @@ impl Wait<'_> {
         let mut is_partial = epoll.sweep(set, Sweep::Some);
         for _ in 0..ROUNDS {
             self.report(set, after_rest);
+            if self.filled > 0 {
+                // A peer may have sent to one of these and then to an item that is listed.
+                self.report_young(set, after_rest);
+            }
             let seen = set.ready.len();
             if self.filled == self.max {
                 break;
@@ -491,13 +509,22 @@ impl Wait<'_> {
         }
     }
 
-    /// Checks each item of the list once, while the result has room. An item that stays in the list goes to its end.
+    /// Checks each item of the list once, while the result has room. An item that stays in the list goes to its end. If
+    /// the list has a young item, all young ones are checked first.
     fn report(&mut self, set: &mut Set, after_rest: bool) {
+        let mut is_first = true;
         for _ in 0..set.ready.len() {
             if self.filled == self.max {
                 break;
             }
             let Some(index) = set.ready.pop_front() else { break };
+            if set.items.get(index).is_some_and(|item| item.young) && std::mem::take(&mut is_first) {
+                self.report_young(set, after_rest);
+                if self.filled == self.max {
+                    set.ready.push_front(index);
+                    break;
+                }
+            }
             let Some(item) = set.items.get_mut(index) else {
                 continue;
             };
@@ -510,10 +537,28 @@ impl Wait<'_> {
         }
     }
 
+    /// Checks the young items, the youngest first. Those for which the result has no room stay in the list.
+    fn report_young(&mut self, set: &mut Set, after_rest: bool) {
+        for _ in 0..set.young.len() {
+            let Some(index) = set.young.pop_back() else { break };
+            let Some(item) = set.items.get_mut(index).filter(|item| item.young) else {
+                continue;
+            };
+            let has_room = self.filled < self.max;
+            let stays = item.is_reported() && (!has_room || self.check_item(item, after_rest, &mut set.results));
+            item.young = item.is_young();
+            if item.young {
+                set.young.push_front(index);
+            }
+            if stays {
+                set.enqueue(index);
+            }
+        }
+    }
+
     /// Reports an item if it is ready. Returns true if the item stays in the list.
     fn check_item(&mut self, item: &mut Item, after_rest: bool, results: &mut u64) -> bool {
-        let has_moved = self.set.moves.load(Relaxed) != self.moves;
-        if item.listed_in == self.serial && self.serial > 0 || has_moved && self.has(item.data) {
+        if item.listed_in == self.serial && self.serial > 0 || self.has_moved() && self.has(item.data) {
             // A result must not list a socket twice: the program may have closed the socket before it comes to the
             // second entry. Either this result has listed the item, which is ready again since. Or the item was taken
             // over a moment ago, and the kernel has reported its socket just before that. The next result lists the
@@ -550,6 +595,12 @@ impl Wait<'_> {
         // SAFETY: fewer than `max` entries are filled, and `max` are writable by the contract of `Epoll::wait`.
         unsafe { self.free().write(libc::epoll_event { events, u64: item.data }) };
         self.filled += 1;
+        if item.young
+            && let Some(rest) = self.listed().get_mut(self.by_tcp as usize..)
+        {
+            rest.rotate_right(1);
+            self.by_tcp += 1;
+        }
     }
 
     /// Whether an entry of the result has this `data` of the program.

@@ -126,7 +126,7 @@ pub fn all() -> Vec<Scenario> {
         signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }
         epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups, edge_across_demotion } cold { blocking_reads, short_reads, counted_reads, oneshot_threads }
         epoll_more: warm { nested, mixed, in_turns, two_epolls, two_epolls_at_once, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
-        order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
+        order: warm { of_arrival, young_first, none_alone, listed_once, in_promotions } cold { end_first }
         direct: warm { sizes, vectors, whole, behind_heads, time_outs, late_time_outs } cold {  }
         direct_ends: warm { on_tcp, on_tcp_lent } cold {  }
         direct_send: warm { times_out, interrupted, to_a_stopped_reader, both_first } cold {  }
@@ -195,7 +195,10 @@ pub fn all() -> Vec<Scenario> {
     for scenario in all.iter_mut().filter(|s| changes_memory(&s.name)) {
         scenario.device = "pins";
     }
-    for scenario in all.iter_mut().filter(|s| s.name == "connect_fast_open_later") {
+    for scenario in all
+        .iter_mut()
+        .filter(|s| s.name == "connect_fast_open_later" || s.name == "order_in_promotions")
+    {
         scenario.env.push(("RDMASOCK_PROMOTE_AFTER", "0".into()));
     }
     let makes_namespaces =

@@ -118,6 +118,64 @@ pub fn young_first(c: &Ctx) {
     c.sync("done");
 }
 
+/// A message on a connection that is promoted now, and then one on an older connection: a reader of both gets the two
+/// in this order.
+pub fn in_promotions(c: &Ctx) {
+    const ROUNDS: u8 = 200;
+    let (hello, first, second) = (b'h', b'1', b'2');
+    let old = c.pair();
+    let (listener, port) = c.listener(16);
+    if let Some(listener) = listener {
+        let ep = create();
+        for fd in [listener, old] {
+            ctl(ep, EPOLL_CTL_ADD, fd, IN, fd as u64).ok();
+        }
+        let (mut seen, mut in_order, mut rounds) = (None, 0, 0);
+        while rounds < ROUNDS {
+            for fd in listed(ep) {
+                let fd = fd as c_int;
+                if fd == listener {
+                    let young = sys::accept4(listener, 0).ok();
+                    ctl(ep, EPOLL_CTL_ADD, young, IN, young as u64).ok();
+                    continue;
+                }
+                let mut message = [0; 2];
+                if sys::recv(fd, &mut message, 0).ok() == 0 {
+                    sys::close(fd).ok();
+                    continue;
+                }
+                let [kind, round] = message;
+                if kind == first {
+                    seen = Some(round);
+                } else if kind == second {
+                    in_order += u8::from(seen == Some(round));
+                    rounds += 1;
+                }
+                sys::send_all(fd, &message).ok();
+            }
+        }
+        // The kernel's list can be another where the sender goes from one processor to another.
+        c.log(format_args!("nearly always in order: {}", in_order > ROUNDS - 4));
+        sys::close(ep).ok();
+    } else {
+        for round in 0..ROUNDS {
+            let young = sys::connected(&Addr::v4(port));
+            for kind in [hello, first] {
+                sys::send_all(young, &[kind, round]).ok();
+                if kind == hello {
+                    sys::recv_exact(young, 2);
+                }
+            }
+            sys::send_all(old, &[second, round]).ok();
+            for fd in [young, old] {
+                sys::recv_exact(fd, 2);
+            }
+            sys::close(young).ok();
+        }
+    }
+    c.sync("done");
+}
+
 /// One result lists a connection once, even if bytes come for it during the call: a program may close
 /// it at the first entry.
 pub fn listed_once(c: &Ctx) {

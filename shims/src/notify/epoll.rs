@@ -94,8 +94,9 @@ impl Item {
 
     /// Whether the item belongs into `Set::young`.
     pub(crate) fn is_young(&self) -> bool {
-        let is_level_triggered = self.taken && !self.dead && self.events & ET == 0;
-        is_level_triggered
+        let (is_listed, is_edge) = (self.taken && !self.dead, self.events & ET != 0);
+        is_listed
+            && !is_edge
             && self.socket.promotion.stage() == Stage::Busy
             && self.socket.rx_mode.load(Acquire) != Mode::Link
     }
@@ -114,8 +115,8 @@ pub(crate) struct Set {
     pub(crate) free: Vec<usize>,
     pub(crate) ready: VecDeque<usize>,
     /// The last [`MOST_YOUNG`] level-triggered items that were taken over, as long as what they receive may still come
-    /// by TCP. A peer may send to one of these and then to another socket by a link, where it is seen at once. So a
-    /// result that lists any item of the set also lists the ready ones of these, and lists them first.
+    /// by TCP. A peer may send on such a connection, and then on a link, where the data is seen at once. So a result
+    /// that lists any item of the set also lists the young items that are ready, and lists them first.
     pub(crate) young: VecDeque<usize>,
     /// Items whose streams were found in ready queues, each with the time at which its stream was queued. Empty outside
     /// `Epoll::sweep`.

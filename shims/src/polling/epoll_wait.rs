@@ -79,8 +79,8 @@ struct Wait<'a> {
     events: *mut libc::epoll_event,
     max: c_int,
     filled: c_int,
-    /// How many entries at the front of the result are of sockets that may receive by TCP: those of the kernel's set,
-    /// then those of young items ([`Set::young`]).
+    /// How many entries at the front of the result are of sockets that may receive by TCP: first the kernel's entries,
+    /// then young items.
     by_tcp: c_int,
     /// What `Epoll::moves` was before this call last checked the kernel's set. If it has changed since, a socket has
     /// moved between the kernel's set and the list, and the result might list it twice.
@@ -341,7 +341,8 @@ impl Wait<'_> {
                 // A socket may have moved between the kernel's set and the list meanwhile. A result must not list a
                 // socket twice, and the kernel's results never do. A program that makes one blocking read for each
                 // entry would hang in the second read.
-                let (listed, rest) = self.listed().split_at_mut((ours as usize).min(self.filled as usize));
+                let all = self.listed();
+                let (listed, rest) = all.split_at_mut((ours as usize).min(all.len()));
                 self.filled = ours + keep(rest, |data| !listed.iter().any(|e| e.u64 == data)) as c_int;
             }
             if set.is_mixed() {
@@ -410,7 +411,7 @@ impl Wait<'_> {
     }
 
     /// Returns the filled entries.
-    fn listed<'a>(&self) -> &'a mut [libc::epoll_event] {
+    fn listed(&mut self) -> &mut [libc::epoll_event] {
         // SAFETY: the first `filled` entries are filled, and belong to this call alone.
         unsafe { std::slice::from_raw_parts_mut(self.events, self.filled as usize) }
     }
@@ -477,7 +478,7 @@ impl Wait<'_> {
         for _ in 0..ROUNDS {
             self.report(set, after_rest);
             if self.filled > 0 {
-                // A peer may have sent to one of these and then to an item that is listed.
+                // A peer may have sent to a young item, and then to an item that is listed.
                 self.report_young(set, after_rest);
             }
             let seen = set.ready.len();
@@ -595,8 +596,9 @@ impl Wait<'_> {
         // SAFETY: fewer than `max` entries are filled, and `max` are writable by the contract of `Epoll::wait`.
         unsafe { self.free().write(libc::epoll_event { events, u64: item.data }) };
         self.filled += 1;
+        let at = self.by_tcp as usize;
         if item.young
-            && let Some(rest) = self.listed().get_mut(self.by_tcp as usize..)
+            && let Some(rest) = self.listed().get_mut(at..)
         {
             rest.rotate_right(1);
             self.by_tcp += 1;

@@ -477,7 +477,7 @@ impl Wait<'_> {
         let mut is_partial = epoll.sweep(set, Sweep::Some);
         for _ in 0..ROUNDS {
             self.report(set, after_rest);
-            if self.filled > 0 {
+            if self.filled > 0 && !set.young.is_empty() {
                 // A peer may have sent to a young item, and then to an item that is listed.
                 self.report_young(set, after_rest);
             }
@@ -513,13 +513,14 @@ impl Wait<'_> {
     /// Checks each item of the list once, while the result has room. An item that stays in the list goes to its end. If
     /// the list has a young item, all young ones are checked first.
     fn report(&mut self, set: &mut Set, after_rest: bool) {
-        let mut is_first = true;
+        let mut has_young = !set.young.is_empty();
         for _ in 0..set.ready.len() {
             if self.filled == self.max {
                 break;
             }
             let Some(index) = set.ready.pop_front() else { break };
-            if set.items.get(index).is_some_and(|item| item.young) && std::mem::take(&mut is_first) {
+            if has_young && set.items.get(index).is_some_and(|item| item.young) {
+                has_young = false;
                 self.report_young(set, after_rest);
                 if self.filled == self.max {
                     set.ready.push_front(index);
@@ -539,6 +540,8 @@ impl Wait<'_> {
     }
 
     /// Checks the young items, the youngest first. Those for which the result has no room stay in the list.
+    #[cold]
+    #[inline(never)]
     fn report_young(&mut self, set: &mut Set, after_rest: bool) {
         for _ in 0..set.young.len() {
             let Some(index) = set.young.pop_back() else { break };
